@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 
@@ -346,6 +348,18 @@ class Communicator:
     def calls_made(self) -> int:
         """The number of synchronous collectives that this rank has begun."""
         return self._number
+
+    def limit_waits(self, timeout_s: float) -> None:
+        """Let waits for other ranks end after `timeout_s` seconds, in place of the limit that was set before."""
+        self._watch.limits = replace(self._watch.limits, timeout_s=timeout_s)
+        self._named.limit_waits(self._watch.limits)
+
+    def watch_beside(self) -> Watch:
+        """Return a new watch for waits on `beside`, with the limits of this communicator."""
+        watch = copy(self._watch)
+        watch.call, watch.number, watch.spins = Call("send and recv"), 0, 0
+        watch.pausing = (lambda: None) if self.beside is None else self.beside.pausing
+        return watch
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
         """Return a communicator of some ranks, numbered in the given order; only these call it, with equal `ranks`.

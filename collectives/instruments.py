@@ -85,6 +85,14 @@ class SeesStepEnds(Protocol):
 
 
 @runtime_checkable
+class SeesStepNumbers(SeesStepEnds, Protocol):
+    """An observer of numbers of steps beside the loss, such as norms of gradients and learning rates."""
+
+    def step_numbers(self, numbers: Mapping[str, float]) -> None:
+        """Note numbers of the step by name, before its end is reported."""
+
+
+@runtime_checkable
 class SeesStepsMade(Protocol):
     """An observer of steps that does not wait for their results."""
 
@@ -125,6 +133,7 @@ Instrument = (
     | SeesData
     | SeesSteps
     | SeesStepEnds
+    | SeesStepNumbers
     | SeesStepsMade
     | SeesReplicas
     | SeesPhases
@@ -173,6 +182,7 @@ class Instruments:
         "replica_ends",
         "step_begins",
         "step_ends",
+        "step_numbers",
         "steps_made",
         "waiting_for",
     )
@@ -187,6 +197,7 @@ class Instruments:
         self.data_moves = _told_to([each.data_moves for each in attached if isinstance(each, SeesData)])
         self.step_begins = _told_to([each.step_begins for each in attached if isinstance(each, SeesSteps)])
         self.step_ends = _told_to([each.step_ends for each in attached if isinstance(each, SeesStepEnds)])
+        self.step_numbers = _told_to([each.step_numbers for each in attached if isinstance(each, SeesStepNumbers)])
         self.steps_made = _told_to([each.steps_made for each in attached if isinstance(each, SeesStepsMade)])
         of_replicas = [each for each in attached if isinstance(each, SeesReplicas)]
         self.replica_begins = _told_to([each.replica_begins for each in of_replicas])

@@ -31,7 +31,7 @@ from collectives.errors import (
 from collectives.instruments import Instruments
 from collectives.requests import Request
 from collectives.transport import Transport
-from collectives.waiting import Watch
+from collectives.waiting import Limits, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +133,10 @@ class NamedQueue:
         self._thread: threading.Thread | None = None
         if transport.size > 1:  # closing needs the thread too, maybe at interpreter exit, when no thread can start
             self._ensure_thread()
+
+    def limit_waits(self, limits: Limits) -> None:
+        """Replace the limits of waits."""
+        self._watch.limits = limits
 
     def start(self, request: Request[np.ndarray]) -> Handle:
         """Queue a collective; the background thread carries it out once all ranks have started it."""

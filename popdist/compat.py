@@ -24,6 +24,7 @@ _STRATEGIES = {
     "IPUHorovodStrategy": _OURS,
 }
 _POPDIST_STRATEGY = {"PopDistStrategy": _OURS}
+_ESTIMATOR = "strategies.compat.estimator"
 _COLLECTIVES = dict.fromkeys(("allgather", "allreduce", "broadcast"), "popdist")
 
 _WHOLE = {
@@ -50,6 +51,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "IPUHorovodStrategyV1": f"{_OURS}:IPUHorovodStrategy",
     },
     "horovod.popdist_strategy": _POPDIST_STRATEGY,
+    "ipu_estimator": dict.fromkeys(("IPUEstimator", "IPUEstimatorSpec"), _ESTIMATOR),
     "ipu_infeed_queue": {"IPUInfeedQueue": _OURS},
     "ipu_multi_replica_strategy": {"IPUMultiReplicaStrategy": f"{_OURS}:PopDistStrategy"},
     "ipu_multi_worker_strategy": {
@@ -61,6 +63,8 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "IPUOutfeedQueue": _OURS,
         "ScopedIPUOutfeedQueue": _OURS,
     },
+    "ipu_pipeline_estimator": dict.fromkeys(("IPUPipelineEstimator", "IPUPipelineEstimatorSpec"), _ESTIMATOR),
+    "ipu_run_config": dict.fromkeys(("IPURunConfig", "RunConfig"), _ESTIMATOR),
     "ipu_strategy": {"IPUStrategy": _OURS, "IPUStrategyV1": f"{_OURS}:IPUStrategy"},
     "loops": {"repeat": _OURS, "while_loop": _OURS},
     "ops": {},

@@ -4,6 +4,7 @@ PopDistError
 ├── EnvironmentMismatchError  the launcher's variables are incomplete or contradictory: start the program correctly
 ├── LifeCycleError            init, register and finalise came in an impossible order: fix the program
 │   └── NotInitializedError   the Horovod interface was used before its `init`: call it first (also a ValueError)
+├── LaunchError               a job of `popdist.launch` failed: correct what its message names, and launch again
 └── InstanceError             an `Instance` was built from impossible numbers: correct them (also a ValueError)
 """
 
@@ -26,3 +27,15 @@ class LifeCycleError(PopDistError, RuntimeError):
 
 class NotInitializedError(LifeCycleError, ValueError):
     """A call of the Horovod interface before `popdist.horovod.init`."""
+
+
+class LaunchError(PopDistError, RuntimeError):
+    """A job of `popdist.launch` that could not start, or that ended without a result or an exception of the function.
+
+    Attributes:
+        exit_status: The exit status of poprun; None if poprun was not started.
+    """
+
+    def __init__(self, message: str, exit_status: int | None = None) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status

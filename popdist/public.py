@@ -14,9 +14,17 @@ from popdist.context import (
     registerBackend,
     registerDefaultBackend,
 )
-from popdist.errors import EnvironmentMismatchError, InstanceError, LifeCycleError, NotInitializedError, PopDistError
+from popdist.errors import (
+    EnvironmentMismatchError,
+    InstanceError,
+    LaunchError,
+    LifeCycleError,
+    NotInitializedError,
+    PopDistError,
+)
 from popdist.groups import defaultCommunicatorId, execute_on_instances, registerCommunicator, synchronize
 from popdist.instance import Instance
+from popdist.launching.launch import launch
 from popdist.leaving import can_carry_on, carry_on
 from popdist.queries import (
     checkNumIpusPerReplica,
@@ -38,6 +46,7 @@ __all__ = [
     "EnvironmentMismatchError",
     "Instance",
     "InstanceError",
+    "LaunchError",
     "LifeCycleError",
     "NotInitializedError",
     "PopDistError",
@@ -68,6 +77,7 @@ __all__ = [
     "isBackendInitialized",
     "isPopdistEnvSet",
     "is_chief",
+    "launch",
     "progress",
     "registerBackend",
     "registerCommunicator",

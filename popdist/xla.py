@@ -7,7 +7,7 @@ measurements. A flag of XLA keeps them in XLA itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 FLAGS_VARIABLE = "XLA_FLAGS"
@@ -209,3 +209,26 @@ def thread_pool_setting(environ: Mapping[str, str], total_replicas: int) -> dict
     if POOL_VARIABLE in environ:
         return {}
     return {POOL_VARIABLE: str(thread_pool_size(total_replicas))}
+
+
+_own_setting: dict[str, str] = {}
+
+
+def fix_thread_pool(environ: MutableMapping[str, str], total_replicas: int) -> None:
+    """Set the size of the pool in this process's environment, unless the user has set it.
+
+    Args:
+        environ: The environment of this process.
+        total_replicas: Number of replicas of all instances.
+    """
+    setting = thread_pool_setting(environ, total_replicas)
+    environ.update(setting)
+    _own_setting.update(setting)
+
+
+def without_own_setting(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without the size of the pool if `fix_thread_pool` has set it.
+
+    It belongs to the replicas of this process. A job that this process starts may have another number of replicas.
+    """
+    return {name: value for name, value in environ.items() if _own_setting.get(name) != value}

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cache
 
+from popdist.launching.variables import TOKEN_VARIABLE
 from poprun.cli.command_line import CommandLine, read_command_line, settings_from
 from poprun.cli.log import Level, Log, fault_of_level, level_from, show
 from poprun.cli.settings import note_without_effect, warn_of_deprecated, warn_of_output
@@ -81,6 +82,10 @@ def _run_job(launch: Launch, environ: Mapping[str, str], log: Log) -> int:
 
         return watch_job(launch.settings, log, environ)
 
+    if TOKEN_VARIABLE in environ:
+        from poprun.launch.caller import tie_to_caller
+
+        launch, environ = tie_to_caller(launch, environ)
     settings = launch.settings
     check_sinks(settings, launch.hosts, launch.places[0], environ)
     if settings.summary or settings.top_address is not None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from strategies.checkpoints.checkpoints import Checkpoints as Checkpoints
     from strategies.checkpoints.loading import load_variables as load_variables
     from strategies.checkpoints.own_loop import OwnLoop as OwnLoop
+    from strategies.compat import estimator as estimator
     from strategies.compat import pipelining_ops as pipelining_ops
     from strategies.core.evaluation import Evaluation as Evaluation
     from strategies.core.metrics import Metrics as Metrics
@@ -85,6 +86,15 @@ if TYPE_CHECKING:
     from strategies.errors import (
         StrategyError as StrategyError,
     )
+    from strategies.errors import (
+        UnappliedStepError as UnappliedStepError,
+    )
+    from strategies.errors import (
+        WeightError as WeightError,
+    )
+    from strategies.errors import (
+        ZeroWeightError as ZeroWeightError,
+    )
     from strategies.ipu import IPUStrategy as IPUStrategy
     from strategies.jax.comparing.digest import fingerprint as fingerprint
     from strategies.jax.evaluation.mean import Mean as Mean
@@ -92,7 +102,6 @@ if TYPE_CHECKING:
     from strategies.jax.feeds.infeed import InfeedQueue as InfeedQueue
     from strategies.jax.feeds.outfeed import OutfeedMode as OutfeedMode
     from strategies.jax.feeds.outfeed import OutfeedQueue as OutfeedQueue
-    from strategies.jax.gradients.arguments import Outcome as Outcome
     from strategies.jax.options import StepOptions as StepOptions
     from strategies.jax.programs.gradient_capture import (
         GradientCaptureContext as GradientCaptureContext,
@@ -137,6 +146,7 @@ if TYPE_CHECKING:
     from strategies.measure.input_benchmarks import (
         infeed_benchmark as infeed_benchmark,
     )
+    from strategies.outcome import Outcome as Outcome
     from strategies.per_replica import PerReplica as PerReplica
     from strategies.pipelines.marks import ipu_shard as ipu_shard
     from strategies.pipelines.marks import pipeline_stage as pipeline_stage
@@ -179,7 +189,7 @@ _PLACES = {
     "Metrics": "strategies.core.metrics",
     "MirroredVariable": "strategies.jax.replicas.variables",
     "NonFiniteGradientError": "strategies.errors",
-    "Outcome": "strategies.jax.gradients.arguments",
+    "Outcome": "strategies.outcome",
     "OutfeedMode": "strategies.jax.feeds.outfeed",
     "OutfeedQueue": "strategies.jax.feeds.outfeed",
     "OwnLoop": "strategies.checkpoints.own_loop",
@@ -195,12 +205,16 @@ _PLACES = {
     "SyncOnReadVariable": "strategies.jax.replicas.variables",
     "TrainState": "strategies.train_state",
     "Trainer": "strategies.trainer",
+    "UnappliedStepError": "strategies.errors",
+    "WeightError": "strategies.errors",
+    "ZeroWeightError": "strategies.errors",
     "capture_upstream_gradients": "strategies.jax.programs.gradient_capture",
     "casting": "strategies.data.casts",
     "clip_by_global_norm": "strategies.jax.updates.arithmetic",
     "config": "strategies.config",
     "cross_replica_ops": "strategies.cross_replica_ops",
     "dataset_benchmark": "strategies.measure.input_benchmarks",
+    "estimator": "strategies.compat.estimator",
     "fingerprint": "strategies.jax.comparing.digest",
     "get_replica_context": "strategies.jax.replicas.replica_context",
     "get_strategy": "strategies.strategy",

@@ -1,7 +1,10 @@
 """The errors of the strategies, grouped by what the caller does next.
 
 StrategyError
-├── NonFiniteGradientError  a gradient is NaN or infinite: look at the named variable; the state was not updated
+├── UnappliedStepError      no instance has applied the step, and the state is as before: the kind says why
+│   ├── NonFiniteGradientError  a gradient is NaN or infinite: look at the named variable
+│   └── WeightError         a weight of a loss is negative or not finite: look at the weights
+│       └── ZeroWeightError  all weights are zero: leave the batch out, or skip such steps
 ├── DivergenceError         instances have different bits: check the named instance's memory, or look for randomness
 ├── DisagreementError       instances have different arguments or programs: start all of them with the same
 ├── LostPartError           parts of the state were lost with every copy: start again from the last checkpoint
@@ -18,8 +21,20 @@ class StrategyError(Exception):
     """Base class of the errors that strategies raise, besides TypeError and ValueError."""
 
 
-class NonFiniteGradientError(StrategyError, ArithmeticError):
-    """A gradient that is not finite. Every instance raises it, and the step is not applied."""
+class UnappliedStepError(StrategyError):
+    """A step that cannot be applied. Every instance raises it, and the state is as before the step."""
+
+
+class NonFiniteGradientError(UnappliedStepError, ArithmeticError):
+    """A gradient that is not finite."""
+
+
+class WeightError(UnappliedStepError, ValueError):
+    """A weight of a loss that is negative or not finite."""
+
+
+class ZeroWeightError(WeightError, ArithmeticError):
+    """Weights of losses that are all zero, so that they have no mean."""
 
 
 class DivergenceError(StrategyError, RuntimeError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,6 +30,10 @@ class LossScale:
 
     def __str__(self) -> str:
         return f"{float(self.scale):g}"
+
+    def kept(self) -> LossScale:
+        """Return the state after a step that was skipped for another reason than its gradients."""
+        return replace(self, skipped=np.int32(int(self.skipped) + 1))
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,20 @@ import os
 from collections.abc import Mapping
 
 import popdist
+from popdist.records.distribution_settings import DistributionSettings
+from strategies.sinks.distribution import Distribution
 from strategies.sinks.opening import asked_sinks, open_sinks, opened
 from strategies.sinks.sink import Row, Sink
 from strategies.sinks.sinks import JobFacts, Sinks
 from strategies.strategy import Strategy, get_strategy
 from strategies.typing import Number
 
-__all__ = ["Row", "Sink", "Sinks", "log", "open"]
+__all__ = ["Distribution", "Row", "Sink", "Sinks", "log", "open"]
 
 
-def open(*sinks: str | Sink, strategy: Strategy | None = None) -> Sinks:
+def open(
+    *sinks: str | Sink, strategy: Strategy | None = None, norms_every: int = 0, histograms_every: int = 0
+) -> Sinks:
     """Write the metrics of every step and evaluation to sinks. Call it on every instance in the same way.
 
     One instance opens the sinks and writes to them in threads, so a step never waits for a sink. If a sink fails, a
@@ -35,17 +39,34 @@ def open(*sinks: str | Sink, strategy: Strategy | None = None) -> Sinks:
             `wandb[:PROJECT]`, or your own `Sink` objects.
         strategy: Strategy whose trainers write to the sinks. None: the strategy of the open scope; without one, only
             `log` writes to the sinks.
+        norms_every: Number of steps from one look at the norms of weights and mean gradients to the next, the first
+            step included; 0 for none. Each layer has a metric, and all layers together have one.
+        histograms_every: Number of steps from one look at their distributions to the next; 0 for none.
 
     Raises:
-        ValueError: If a word is unknown, or a sink cannot be opened.
+        TypeError: If a number of steps is not an integer.
+        ValueError: If a word is unknown, a sink cannot be opened, or a number of steps is negative. If norms or
+            histograms are asked for without a strategy, or the strategy takes them already, at other steps.
     """
     strategy = strategy or get_strategy()
+    settings = DistributionSettings(norms_every, histograms_every)
+    if strategy is None and settings.are_on:
+        raise ValueError("norms and histograms are those of a strategy's trainers, and none is given; give a strategy")
     if strategy is None:
         return open_sinks(sinks, JobFacts(is_chief=popdist.is_chief), os.environ)
     replicas = strategy.replicas
+    before = replicas.distributions
+    if settings.are_on and before not in (None, settings):
+        raise ValueError(
+            f"the strategy takes {before.words} already, and cannot take {settings.words}; "
+            "ask for the same, or only once"
+        )
     found = open_sinks(sinks, replicas.job, os.environ)
     replicas.sinks.append(found)
     found.at_close(replicas.sinks.remove)
+    if settings.are_on and before is None:
+        replicas.distributions = settings
+        found.at_close(lambda _: setattr(replicas, "distributions", None))
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Unpack
 
@@ -130,6 +130,15 @@ class Trainer:
     def notice(self) -> StepNotice:
         """The notice that travels with the gradients of every step."""
         return self._loop.notice
+
+    @property
+    def variable_names(self) -> Sequence[str] | None:
+        """The names of the trained variables in sinks of metrics; None for their paths in the pytree."""
+        return self._engine.of_layers.variable_names
+
+    @variable_names.setter
+    def variable_names(self, names: Sequence[str] | None) -> None:
+        self._engine.of_layers.variable_names = names
 
     @property
     def strategy(self) -> Strategy:

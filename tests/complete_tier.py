@@ -48,7 +48,18 @@ PARTS = {
     ),
     "hosts": Part(
         "several hosts, Slurm, ssh and users without root, in network namespaces",
-        ("poprun/agent", "poprun/hosts", "poprun/ipc", "poprun/launch", "poprun/supervisor", "popdist/environments"),
+        (
+            *(
+                "poprun/agent",
+                "poprun/hosts",
+                "poprun/ipc",
+                "poprun/launch",
+                "poprun/supervisor",
+                "popdist/environments",
+            ),
+            *(f"launch_scripts/kubernetes/{name}" for name in ("mpijob.yaml", "runtime.yaml", "ssh_config")),
+            *(f"launch_scripts/kubernetes/{name}" for name in ("sshd_config", "trainjob.yaml")),
+        ),
         ("tests/cluster",),
     ),
     "jobs": Part(

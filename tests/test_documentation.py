@@ -53,10 +53,10 @@ OWNERS = {
     "strategy": strategies.Strategy,
     "trainer": strategies.Trainer,
 }
-OF_OTHER_LIBRARIES = {  # the pages on migration name their replacements
+OF_OTHER_LIBRARIES = {  # the pages on migration name their replacements, and Kubeflow's group is trainer.kubeflow.org
     *("popdist.popart", "popdist.poptorch"),
     *("strategy.experimental_distribute_dataset", "strategy.experimental_local_results"),
-    *("trainer.fit", "trainer.is_global_zero", "trainer.test", "trainer.validate"),
+    *("trainer.fit", "trainer.kubeflow", "trainer.is_global_zero", "trainer.test", "trainer.validate"),
 }
 OF_TORCH = re.compile(r"trainer\.\w+")  # tests/strategies/on_torch checks the pages on PyTorch
 

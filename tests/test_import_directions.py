@@ -45,10 +45,12 @@ TRANSPORTS = {
     "popdist/examples/listings/poptorch_network.py": {"torch"},
     "popdist/examples/poptorch_digits.py": {"torch"},
     "popdist/examples/torch_digits.py": {"torch"},
+    "popdist/launching/travelling.py": {"cloudpickle"},
     "popdist/timeline/profiles.py": {"jax", "torch"},
     "poprun/__main__.py": {"collectives"},
     "poprun/monitor/rich_screen.py": {"rich"},
     "strategies/checkpoints/checkpoint_folder.py": {"orbax"},
+    "strategies/compat/estimator/keras_variables.py": {"keras"},
     "strategies/data/grain_source.py": {"absl", "grain"},
     "strategies/sinks/mlflow_run.py": {"mlflow"},
     "strategies/sinks/prometheus.py": {"prometheus_client"},
@@ -64,7 +66,7 @@ LIBRARIES = {
 }
 POPRUN_MAY_KNOW = tuple(
     f"popdist.{name}"
-    for name in ("environments", "errors", "instance", "records", "standby", "timeline", "version", "xla")
+    for name in ("environments", "errors", "instance", "launching", "records", "standby", "timeline", "version", "xla")
 )
 IN_PROGRAMS = "poprun/agent/noticing/sitecustomize.py"
 """The file of poprun that runs in the programs' processes, and may use what they use."""

@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(LIMIT_S + 20)]
 MIGRATE = ROOT / "docs" / "how_to" / "migrate"
 RUN_BY = {
     "README.md": "tests/test_readme.py",
+    "from_python.md": "tests/jobs/test_notebooks.py",
     "tutorial.md": "tests/launch_scripts/test_tutorial.py",
     "flax_equinox.md": "tests/test_cookbook.py",
     **dict.fromkeys(

@@ -326,7 +326,6 @@ def _communicator_of_all(settings: Settings, node: Node, epoch: int, members: Se
     node.may_reconnect = False
     node.group = f"all@{epoch}:{'.'.join(map(str, members))}" if epoch else ALL
     communicator = _communicator(replace(settings, spins=0), node, node.group, members, epoch)
-    communicator.beside = GrpcLink(node, node.group, _BESIDE, members, epoch)
     communicator.part = communicator.subgroup  # all groups share the connections of the cluster
     return communicator
 
@@ -349,4 +348,6 @@ def _communicator(settings: Settings, node: Node, group: str, members: Sequence[
     lanes = {link.begin() for link in links}
     if group == ALL:  # other groups are made without waiting for their members
         node.await_streams(lanes)
-    return assemble(settings, seen, links, False, make_subgroup)
+    communicator = assemble(settings, seen, links, False, make_subgroup)
+    communicator.beside = GrpcLink(node, group, _BESIDE, members, epoch)
+    return communicator

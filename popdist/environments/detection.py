@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from popdist.environments.environment import Environment
+from popdist.environments.flux import FluxTaskEnvironment
 from popdist.environments.open_mpi import OpenMPIEnvironment
 from popdist.environments.poprun import PopRunEnvironment
 from popdist.environments.single import AloneEnvironment, SingleEnvironment
@@ -19,6 +20,7 @@ ENVIRONMENTS: tuple[Environment, ...] = (
     SlurmEnvironment(),
     TFConfigEnvironment(),
     SlurmWithoutPMIxEnvironment(),
+    FluxTaskEnvironment(),
     SingleEnvironment(),
 )
 """All environments in detection order: the first active environment describes the instance."""

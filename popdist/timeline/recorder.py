@@ -181,6 +181,11 @@ class Recorder:
         if not self._skips:
             self.measured("loss", loss)
 
+    def step_numbers(self, numbers: Mapping[str, float]) -> None:
+        if not self._skips:
+            for name, number in numbers.items():
+                self.measured(name, number)
+
     def phase_begins(self, phase: str) -> None:
         # a batch is read for the next step
         if phase == DATA:

@@ -258,6 +258,22 @@ class LaunchOptions(ABC):
         see="metrics.md",
     )
     metrics_run: str = ""
+    norms_every: int = output(
+        0,
+        NUMBER,
+        "steps from one look at the norms of weights and gradients to the next, for --metrics and --timeline; 0: never",
+        at_least=0,
+        at_most=_MOST,
+        see="distributions.md",
+    )
+    histograms_every: int = output(
+        0,
+        NUMBER,
+        "steps from one look at the histograms of weights and gradients to the next, for --metrics; 0: never",
+        at_least=0,
+        at_most=_MOST,
+        see="distributions.md",
+    )
     timeline: str | None = output(
         None, PATH, "record what instances do, and write a timeline for Perfetto to this file", see="timelines.md"
     )

@@ -11,17 +11,26 @@ from poprun.cli.settings import LaunchSettings
 from poprun.cli.wording import count, size_text
 from poprun.errors import UsageError
 from poprun.hosts.hosts import Host, most_instances, shares_of
+from poprun.hosts.schedulers.flux import FluxScheduler
+from poprun.hosts.schedulers.grid_engine import GridEngineScheduler
 from poprun.hosts.schedulers.hostfiles import KubernetesScheduler, OpenMPIHostfile
 from poprun.hosts.schedulers.lsf import LsfScheduler
 from poprun.hosts.schedulers.pbs import PbsScheduler
 from poprun.hosts.schedulers.scheduler import NAME_HOSTS, Allocation, ReadText, Scheduler, describe_slots
+from poprun.hosts.schedulers.skypilot import SkyPilotScheduler
 from poprun.hosts.schedulers.slurm import SlurmScheduler
 
-BATCH_SYSTEMS: tuple[Scheduler, ...] = (SlurmScheduler(), PbsScheduler(), LsfScheduler())
+BATCH_SYSTEMS: tuple[Scheduler, ...] = (
+    SlurmScheduler(),
+    PbsScheduler(),
+    LsfScheduler(),
+    GridEngineScheduler(),
+    FluxScheduler(),
+)
 """Schedulers that reserve hosts for a job. If several seem to have done so, their hosts have to agree."""
 
-HOSTFILES: tuple[Scheduler, ...] = (KubernetesScheduler(), OpenMPIHostfile())
-"""Hostfiles that are read outside of a batch system, as mpirun does; the first one found counts."""
+HOSTFILES: tuple[Scheduler, ...] = (KubernetesScheduler(), SkyPilotScheduler(), OpenMPIHostfile())
+"""Lists of hosts that are read outside of a batch system, as mpirun does; the first one found counts."""
 
 
 def _read_text(path: str) -> str:

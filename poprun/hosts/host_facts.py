@@ -97,11 +97,13 @@ class HostFault:
         host: The host, as the user wrote it.
         fact: The failure, in the words of the program that failed.
         way_out: The remedy.
+        may_be_starting: Whether the host may answer later, because nothing has answered ssh yet.
     """
 
     host: str
     fact: str
     way_out: str
+    may_be_starting: bool = False
 
 
 @dataclass(frozen=True)

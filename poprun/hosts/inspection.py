@@ -12,7 +12,7 @@ from poprun.hosts.host_checks import HostNeeds, findings_of
 from poprun.hosts.host_facts import HostFacts, HostFault, HostQuestion
 from poprun.hosts.interfaces import HostNetwork, choose_network, read_interfaces, source_address
 from poprun.hosts.ssh import name_behind, ssh_words
-from poprun.hosts.survey import SurveyCache, cache_folder, limit_from, stamp_of, survey
+from poprun.hosts.survey import SurveyCache, cache_folder, limit_from, stamp_of, survey_starting
 from poprun.hosts.this_machine import is_this_machine, look_up
 
 
@@ -40,12 +40,14 @@ class Inspection:
         question: The question to the hosts.
         host_subnet: The network that the user chose. None: it is found from the routes.
         shell: The words of the command that replaces ssh. Empty: ssh.
+        starting_s: Seconds for which hosts may still be starting, and are asked again.
     """
 
     instances: Mapping[str, int]
     question: HostQuestion
     host_subnet: str | None = None
     shell: tuple[str, ...] = ()
+    starting_s: float = 0.0
 
 
 def inspect_hosts(inspection: Inspection, environ: Mapping[str, str]) -> Inspected:
@@ -62,12 +64,13 @@ def inspect_hosts(inspection: Inspection, environ: Mapping[str, str]) -> Inspect
     ssh = inspection.shell or ssh_words(environ)
     cache = SurveyCache(cache_folder(environ), inspection.question, ssh, stamp_of(inspection.question))
     hosts = with_this_machine(list(inspection.instances))
-    known = {host: facts for host in hosts if (facts := cache.load(host))}
+    # A host that starts anew under its old name, such as a pod, may have another address.
+    known = {} if inspection.starting_s else {host: facts for host in hosts if (facts := cache.load(host))}
     if len(known) == len(hosts):
         # Remembered answers may save time, but must not refuse a launch.
         with suppress(PopRunError):
             return _judge(known, inspection)
-    asked = survey(hosts, inspection.question, ssh, limit_from(environ))
+    asked = survey_starting(hosts, inspection.question, ssh, limit_from(environ), inspection.starting_s)
     inspected = _judge(asked, inspection)
     _check_connections(asked, inspected.network, inspection, ssh, limit_from(environ))
     for each in asked.values():

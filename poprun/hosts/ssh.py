@@ -18,6 +18,9 @@ from poprun.ipc.processes import die_with_parent, send, start
 ARGUMENTS_VARIABLE = "POPRUN_SSH_ARGS"
 """Options for every ssh that poprun starts, split as a shell does, such as `-F my_ssh_config -p 2222`."""
 
+MPI_ARGUMENTS_VARIABLES = ("PRTE_MCA_plm_ssh_args", "OMPI_MCA_plm_ssh_args", "OMPI_MCA_plm_rsh_args")
+"""Open MPI's variables for the same options, the newest first. Of those that are set, the first counts."""
+
 SSH_FAILED = 255
 """The exit status of a failed ssh; otherwise ssh ends with the status of the command."""
 
@@ -35,15 +38,19 @@ _BOOTSTRAP = (
 )
 
 _CHANGED = "identification has changed"  # ssh's last line does not say this
-_WAYS_OUT = {
-    _CHANGED: "if {host} was set up anew: `ssh-keygen -R {host}`, then `ssh {host}` once by hand",
+_START_IT = {
     "could not resolve": "check the spelling in --host, or give the name an address (/etc/hosts, DNS, ~/.ssh/config)",
-    "permission denied": "let `ssh {host} true` work without a password: `ssh-copy-id {host}`, or start an ssh agent",
-    "host key": "run `ssh {host}` once by hand and compare its key, or `ssh-keyscan {host} >> ~/.ssh/known_hosts`",
     "refused": f"start sshd there, or name its port (~/.ssh/config, {ARGUMENTS_VARIABLE})",
     "timed out": "start the host, or let ssh pass through the firewall",
     "no route": "check the network and the host's address",
     "unreachable": "check the network and the host's address",
+}
+"""The ways out for the errors that a host causes, too, while it starts."""
+_WAYS_OUT = {
+    _CHANGED: "if {host} was set up anew: `ssh-keygen -R {host}`, then `ssh {host}` once by hand",
+    "permission denied": "let `ssh {host} true` work without a password: `ssh-copy-id {host}`, or start an ssh agent",
+    "host key": "run `ssh {host}` once by hand and compare its key, or `ssh-keyscan {host} >> ~/.ssh/known_hosts`",
+    **_START_IT,
 }
 
 Name = TypeVar("Name", bound=Hashable)
@@ -52,17 +59,23 @@ _LOOK_S = 0.005
 
 
 def user_arguments(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the user's options for every ssh, from POPRUN_SSH_ARGS; Open MPI's daemons need them too.
+    """Return the user's options for every ssh, from POPRUN_SSH_ARGS and Open MPI's variable, in this order.
+
+    Open MPI's daemons need them too: poprun's options for their ssh replace those of the variable.
 
     Raises:
         UsageError: The options cannot be split into words.
     """
-    text = environ.get(ARGUMENTS_VARIABLE, "")
+    of_mpi = [name for name in MPI_ARGUMENTS_VARIABLES if name in environ][:1]
+    return tuple(word for name in (ARGUMENTS_VARIABLE, *of_mpi) for word in _split(name, environ.get(name, "")))
+
+
+def _split(name: str, text: str) -> list[str]:
     try:
-        return tuple(shlex.split(text))
+        return shlex.split(text)
     except ValueError as error:
         raise UsageError(
-            f"{ARGUMENTS_VARIABLE} cannot be split into words as in a shell: {error} in {text!r}; check the quotes"
+            f"{name} cannot be split into words as in a shell: {error} in {text!r}; check the quotes"
         ) from None
 
 
@@ -97,10 +110,18 @@ def name_behind(host: str, ssh: Sequence[str], limit_s: float = 1.0) -> str:
 
 def way_out_of(said: str, host: str) -> str:
     """Return the way out for the errors that ssh has printed."""
+    return _WAYS_OUT.get(_sign_in(said), "try `ssh {host} true` by hand").format(host=host)
+
+
+def may_be_starting(said: str) -> bool:
+    """Return whether the errors that ssh has printed may have their cause in a host that is still starting."""
+    return _sign_in(said) in _START_IT
+
+
+def _sign_in(said: str) -> str:
     lines = said.lower().splitlines()
     reasons = [_CHANGED] if any(_CHANGED in line for line in lines) else reversed(lines)
-    found = (advice for line in reasons for sign, advice in _WAYS_OUT.items() if sign in line)
-    return next(found, "try `ssh {host} true` by hand").format(host=host)
+    return next((sign for line in reasons for sign in _WAYS_OUT if sign in line), "")
 
 
 def by_hand(ssh: Sequence[str], host: str, command: str) -> str:

@@ -10,7 +10,7 @@ import stat
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from popdist.records.private_files import fault_of, fault_of_file, make_private
@@ -24,6 +24,7 @@ from poprun.hosts.ssh import (
     LateNotice,
     by_hand,
     last_line,
+    may_be_starting,
     program_words,
     remote_words,
     run_commands,
@@ -37,6 +38,9 @@ LIMIT_S = 20.0
 
 LATE_S = 2.5
 """The time after which the user is told which hosts have not answered yet."""
+
+PAUSE_S = 1.0
+"""The time after which a host that may still be starting is asked again."""
 
 LIMIT_VARIABLE = "POPRUN_CHECK_TIMEOUT_S"
 """Seconds that hosts may take to answer before a launch, for hosts with slow logins. Default: 20."""
@@ -69,6 +73,42 @@ def survey(
     notice = LateNotice(min(LATE_S, limit_s), lambda late: _say_who_is_late(late, limit_s))
     ended = dict(run_commands(commands, environ, limit_s, notice))
     return {host: _conclude(host, ended[host], question, limit_s, ssh) for host in commands}
+
+
+def survey_starting(
+    hosts: Sequence[str], question: HostQuestion, ssh: Sequence[str], limit_s: float, starting_s: float
+) -> dict[str, HostFacts | HostFault]:
+    """Ask all hosts as `survey` does, and again those that may still be starting.
+
+    Args:
+        hosts: The hosts, as the user wrote them.
+        question: The question to the hosts.
+        ssh: The words of ssh before the host.
+        limit_s: Seconds to wait for one answer.
+        starting_s: Seconds after which no host is asked again. 0: each is asked once.
+    """
+    deadline_s = time.monotonic() + starting_s
+    asked = survey(hosts, question, ssh, limit_s)
+    is_told = False
+    while (late := _starting(asked)) and time.monotonic() < deadline_s:
+        if not is_told:
+            Log(level_from(0, os.environ)).warn(
+                f"waiting until {', '.join(late)} can be reached ({late[next(iter(late))].fact}), "
+                f"for {starting_s:g} s at most (--start-timeout-s)"
+            )
+            is_told = True
+        time.sleep(PAUSE_S)
+        asked |= survey(list(late), question, ssh, limit_s)
+    if is_told:
+        tried = f", for {starting_s:g} s (--start-timeout-s)"
+        asked |= {host: replace(fault, fact=fault.fact + tried) for host, fault in _starting(asked).items()}
+    return asked
+
+
+def _starting(asked: Mapping[str, HostFacts | HostFault]) -> dict[str, HostFault]:
+    """Return the faults that may end by themselves; none if another fault ends the launch anyway."""
+    faults = {host: each for host, each in asked.items() if isinstance(each, HostFault)}
+    return faults if all(each.may_be_starting for each in faults.values()) else {}
 
 
 def _say_who_is_late(hosts: Sequence[str], limit_s: float) -> None:
@@ -112,13 +152,13 @@ def _fault_of(host: str, ended: CommandResult, question: HostQuestion, limit_s: 
     if ended.status is None:
         fact = f"did not answer within {limit_s:g} s" + (f" ({complaint})" if complaint else "")
         advice = f"see why `{test}` takes so long (name server, network, load), or set {LIMIT_VARIABLE} higher"
-        return HostFault(host, fact, advice)
+        return HostFault(host, fact, advice, may_be_starting=is_remote)
     if ended.status in _MISSING_COMMAND:
         fact = f"cannot start the interpreter {question.python}: {complaint or f'exit status {ended.status}'}"
         return HostFault(host, fact, f"put the same Python environment at the same path there, {COPY_IT}")
     if is_remote and ended.status == SSH_FAILED:
         fact = complaint or "ssh ended with exit status 255 and said nothing"
-        return HostFault(host, fact, way_out_of(ended.err, host))
+        return HostFault(host, fact, way_out_of(ended.err, host), may_be_starting(ended.err))
     fact = f"gave no answer, exit status {ended.status}" + (f": {complaint}" if complaint else "")
     return HostFault(host, fact, f"check that `{test}` prints ok")
 

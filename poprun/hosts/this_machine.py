@@ -50,7 +50,7 @@ def is_this_machine(host: str) -> bool:
     A name is looked up only if it agrees with the machine's own name up to the first dot: `n1.west` and `n1` may be
     two machines. An alias in /etc/hosts or ~/.ssh/config is not recognised here; the host's answer reveals it later.
     """
-    return is_named(host, {this_host(), *LOCAL_NAMES}, _addresses_of, _is_own_address)
+    return is_named(host, {this_host(), *LOCAL_NAMES}, _addresses_of, _is_own_address, _own_full_name)
 
 
 def is_named(
@@ -58,6 +58,7 @@ def is_named(
     own_names: Collection[str],
     addresses_of: Callable[[str], Sequence[str]],
     is_own_address: Callable[[str], bool],
+    full_name: Callable[[], str] = str,
 ) -> bool:
     """Return whether a name or an IPv4 address is one of a machine's.
 
@@ -66,13 +67,16 @@ def is_named(
         own_names: The machine's names for itself.
         addresses_of: Function that looks a name up; called if the name agrees with an own name up to the first dot.
         is_own_address: Function that tells whether an address is one of the machine's.
+        full_name: Function that returns the machine's own name with its domain. A pod has it in /etc/hosts before the
+            cluster's name server knows the pod; a hostfile names the pod by the beginning, such as `pod.service`.
     """
     if any(host.lower() == own.lower() for own in own_names):
         return True
     if _IPV4.fullmatch(host):
         return is_own_address(host)
     is_likely = any(short_name(host) == short_name(own) for own in own_names if not _IPV4.fullmatch(own))
-    return is_likely and any(map(is_own_address, addresses_of(host)))
+    is_beginning = is_likely and "." in host and f"{full_name()}.".lower().startswith(f"{host}.".lower())
+    return is_beginning or (is_likely and any(map(is_own_address, addresses_of(host))))
 
 
 def short_name(host: str) -> str:
@@ -94,6 +98,20 @@ def look_up(hosts: Sequence[str], limit_s: float = 1.0) -> dict[str, tuple[str, 
     for thread in threads:
         thread.join(max(0.0, deadline_s - time.monotonic()))
     return {host: found.get(host, ()) for host in hosts}
+
+
+def _own_full_name(limit_s: float = 1.0) -> str:
+    """Return this machine's name with its domain; empty if none is known within the limit."""
+    found: list[str] = []
+
+    def ask() -> None:
+        with suppress(OSError, UnicodeError):
+            found.append(socket.getaddrinfo(this_host(), None, flags=socket.AI_CANONNAME)[0][3])
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return found[0] if found else ""
 
 
 def _addresses_of(name: str) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -89,7 +89,8 @@ class Across:
         replicas: Number of replicas. 0: unknown.
         tells_notice: Whether SIGUSR1 to an agent means that its host is to be left.
         stuck_timeout_s: Seconds for which an instance that others wait for may be idle. 0: no limit.
-        others: The hosts besides this machine.
+        others: The hosts besides this machine, as the user wrote them.
+        names: The name that each host's kernel has, under the name that the user wrote; only where it is known.
         ssh: The words of ssh before the host.
     """
 
@@ -105,7 +106,12 @@ class Across:
     tells_notice: bool = False
     stuck_timeout_s: float = 0.0
     others: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
     ssh: tuple[str, ...] = ()
+
+    def others_called(self, kernel_names: Collection[str]) -> frozenset[str]:
+        """Return the other hosts whose kernels have one of these names; agents report their kernel's name."""
+        return frozenset(host for host in self.others if self.names.get(host, host) in kernel_names)
 
 
 def build_command(launch: Launch) -> list[str]:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 FORWARDED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
 RESERVING = (
-    *("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "PBS_NODEFILE", "LSB_MCPU_HOSTS", "LSB_DJOB_HOSTFILE", "K_MPI_JOB_ROLE"),
+    *("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "PBS_NODEFILE", "LSB_MCPU_HOSTS", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE"),
+    *("FLUX_URI", "K_MPI_JOB_ROLE", "SKYPILOT_NODE_IPS"),
     *("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile"),
 )
 """The variables of all schedulers; without any of them, the schedulers are not loaded."""
@@ -76,12 +77,11 @@ def plan_launch(
     if not all(is_here):
         from poprun.hosts.remote import forwarded_names
 
-        shell = allocation.shell if allocation is not None else ()
-        if allocation is not None and shell:
+        if allocation is not None and allocation.shell:
             _refuse_ssh(settings, allocation)
         if not is_prepared:
             prepare_hosts(hosts, settings, environ, log or Log())
-        remote, known = find_remote(hosts, settings, mpirun, shell, environ)
+        remote, known = find_remote(hosts, settings, mpirun, allocation, environ)
         cores |= known
         names += tuple(name for name in forwarded_names(environ) if name not in names)
     sums = sums_setting(settings, environ)
@@ -162,7 +162,11 @@ def prepare_hosts(hosts: Sequence[Host], settings: LaunchSettings, environ: Mapp
 
 
 def find_remote(
-    hosts: Sequence[Host], settings: LaunchSettings, mpirun: str, shell: tuple[str, ...], environ: Mapping[str, str]
+    hosts: Sequence[Host],
+    settings: LaunchSettings,
+    mpirun: str,
+    allocation: Allocation | None,
+    environ: Mapping[str, str],
 ) -> tuple[Remote, dict[str, Sequence[Core]]]:
     """Find the way to the other hosts, and their cores.
 
@@ -180,6 +184,8 @@ def find_remote(
             f"{mpirun} has a space in its path, and Open MPI cannot start its daemons on other hosts from there; "
             "create the environment in a folder without a space"
         )
+    shell = allocation.shell if allocation is not None else ()
+    starting_s = settings.start_timeout_s if allocation is not None and allocation.may_be_starting else 0.0
     cores: dict[str, Sequence[Core]] = {}
     kernel_names: dict[str, str] = {host.name: this_host() for host in hosts if host.is_this_machine}
     warnings: tuple[str, ...] = ()
@@ -193,7 +199,7 @@ def find_remote(
         question = question_about(settings.program[0], mpirun, environ)
         shares, spares = _shares(hosts, settings)
         instances = {host.name: sum(each) for host, *each in zip(hosts, shares, spares, strict=True)}
-        inspected = inspect_hosts(Inspection(instances, question, settings.host_subnet, shell), environ)
+        inspected = inspect_hosts(Inspection(instances, question, settings.host_subnet, shell, starting_s), environ)
         cores = {host: facts.cores for host, facts in inspected.facts.items()}
         kernel_names |= {host: facts.name for host, facts in inspected.facts.items()}
         network, warnings = inspected.network, inspected.warnings

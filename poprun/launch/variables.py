@@ -117,6 +117,11 @@ def job_variables(settings: LaunchSettings) -> dict[str, str]:
 
         variables[METRICS_VARIABLE] = ",".join(str(word.absolute) for word in parse_words(settings.metrics))
         variables[RUN_VARIABLE] = settings.metrics_run
+    if settings.norms_every or settings.histograms_every:
+        from popdist.records.distribution_settings import HISTOGRAMS_VARIABLE, NORMS_VARIABLE
+
+        variables[NORMS_VARIABLE] = str(settings.norms_every)
+        variables[HISTOGRAMS_VARIABLE] = str(settings.histograms_every)
     return variables
 
 

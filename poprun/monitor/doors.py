@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from popdist.records.proofs import RANDOM_BYTES, prove
 from poprun.cli.log import Log
 from poprun.errors import PopRunError, UsageError
 from poprun.ipc import wire
@@ -41,7 +42,6 @@ SEEN = 99
 FULL = 100
 """From poprun, as the last message: there are too many viewers."""
 
-RANDOM_BYTES = 16
 _VIEWER, _POPRUN = b"viewer", b"poprun"
 
 CONNECT_LIMIT_S = 5.0
@@ -144,24 +144,20 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def answer_to(token: str, challenge: bytes, own: bytes) -> bytes:
     """Return a viewer's ANSWER to a challenge."""
-    return wire.pack(ANSWER, own + _prove(token, _VIEWER, challenge + own))
+    return wire.pack(ANSWER, own + prove(token, _VIEWER, challenge + own))
 
 
 def welcome_to(token: str, challenge: bytes, answer: bytes) -> bytes | None:
     """Return the WELCOME to an answer; None if the viewer does not know the token."""
     own, proof = answer[:RANDOM_BYTES], answer[RANDOM_BYTES:]
-    if not hmac.compare_digest(proof, _prove(token, _VIEWER, challenge + own)):
+    if not hmac.compare_digest(proof, prove(token, _VIEWER, challenge + own)):
         return None
-    return wire.pack(WELCOME, _prove(token, _POPRUN, challenge + own))
+    return wire.pack(WELCOME, prove(token, _POPRUN, challenge + own))
 
 
 def is_welcome(token: str, challenge: bytes, own: bytes, proof: bytes) -> bool:
     """Return whether the sender of a challenge and of this WELCOME knows the token."""
-    return hmac.compare_digest(proof, _prove(token, _POPRUN, challenge + own))
-
-
-def _prove(token: str, who: bytes, random: bytes) -> bytes:
-    return hmac.digest(token.encode(errors="surrogateescape"), who + random, "sha256")
+    return hmac.compare_digest(proof, prove(token, _POPRUN, challenge + own))
 
 
 class SnapshotSource:

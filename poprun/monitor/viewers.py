@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
+from popdist.records.proofs import RANDOM_BYTES
 from poprun.ipc import wire
 from poprun.ipc.facts import Loss
 from poprun.ipc.resizes import MOST_BYTES, RESIZE, RESIZED, ResizeAnswer, ResizeRequest
 from poprun.ipc.sockets import is_own
-from poprun.monitor.doors import ANSWER, CHALLENGE, FULL, RANDOM_BYTES, SEEN, Door, welcome_to
+from poprun.monitor.doors import ANSWER, CHALLENGE, FULL, SEEN, Door, welcome_to
 from poprun.monitor.snapshot import Seen, Snapshot
 
 INTERVAL_S = 1.0

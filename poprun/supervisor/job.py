@@ -119,5 +119,6 @@ def _across(launch: Launch) -> Across:
         tells_notice=settings.on_notice == "leave-host",
         stuck_timeout_s=settings.stuck_timeout_s,
         others=tuple(host.name for host in launch.hosts if not host.is_this_machine),
+        names={} if remote is None else remote.names,
         ssh=() if remote is None else remote.shell,
     )

@@ -60,5 +60,6 @@ class StartedJob:
         if sweeps and others:
             from poprun.hosts.sweep import sweep
 
-            sweep(others, silent, self._across.ssh, f"{os.uname().nodename}-{mpirun}", dict(self._environ))
+            unheard = self._across.others_called(silent)
+            sweep(others, unheard, self._across.ssh, f"{os.uname().nodename}-{mpirun}", dict(self._environ))
         remove_leavings(folder_of(self._environ), [mpirun])

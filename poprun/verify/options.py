@@ -34,6 +34,8 @@ _NOT_OF_VERIFY = {
     "export-config": "verify has no configuration; leave it out",
     "overwrite-config": "verify has no configuration; leave it out",
     "metrics": "every run would write them; start the program without verify",
+    "norms-every": "every run would take them, and nothing would write them; start the program without verify",
+    "histograms-every": "every run would take them, and nothing would write them; start the program without verify",
     "timeline": "a timeline shows one run; start the program without verify",
     "timeline-limit": "a timeline shows one run; leave it out",
     "profile": "a profile shows one run; leave it out",

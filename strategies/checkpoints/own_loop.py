@@ -22,11 +22,13 @@ class Loop(Protocol):
 
     Attributes:
         seed: Seed of the random numbers; a checkpoint with another seed is refused.
-        notice: Notice that the instances share with every step.
     """
 
     seed: int
-    notice: StepNotice
+
+    @property
+    def notice(self) -> StepNotice:
+        """The notice that the instances share with every step."""
 
     @property
     def strategy(self) -> Strategy:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
+from strategies.core.distributions import Layers
 from strategies.core.metrics import UnreadArray
 from strategies.core.rows import Begun, EvaluationTask
-from strategies.errors import SpareError
+from strategies.errors import SpareError, StrategyError
 from strategies.exchange.means import Bucket
 from strategies.loss_scaling import LossScale, LossScaling
 from strategies.typing import Batch, Gradients, Leaf, Tree
@@ -82,6 +83,7 @@ class Arrived:
         is_finite: Whether the step may be applied; True if gradients are not checked. If there is a `scale_after`, it
             may be an unread scalar on a device.
         gradients: Returns the mean gradients, and how they are cut into shards, for records.
+        is_weighted: Whether any weight of a loss is above 0; if not, the step is not applied, and the scale stays.
         scale_after: Returns the scale of the next loss, given an unread `is_finite`; see `LossScaling.after`.
     """
 
@@ -90,6 +92,7 @@ class Arrived:
     notice: float
     is_finite: bool | UnreadArray
     gradients: Callable[[], tuple[Gradients, Tree]]
+    is_weighted: bool = True
     scale_after: Callable[[LossScaling, LossScale, UnreadArray], LossScale] = LossScaling.after
 
 
@@ -130,11 +133,12 @@ class Engine(ABC, Generic[State, Pending]):
 
         Raises:
             NonFiniteGradientError: If gradients are checked, and one is not finite.
+            WeightError: If losses have weights, and their sum has no mean; see `is_weighted`.
         """
 
     @abstractmethod
     def update(self, pending: Pending, scale: LossScale | None) -> State:
-        """Return the state after the step. If the gradients are not finite, only the step and the scale change.
+        """Return the state after the step. If it may not be applied, only the step and the scale change.
 
         Args:
             pending: The step, whose exchange has arrived.
@@ -199,6 +203,30 @@ class Engine(ABC, Generic[State, Pending]):
     @abstractmethod
     def digest(self, state: State) -> Mapping[str, np.ndarray]:
         """Return the arrays that must have the same bits on all instances, by name; views if possible."""
+
+    # ---- for sinks of metrics; an engine without these methods works without norms, histograms and learning rates
+
+    def layers(self, state: State, pending: Pending, arrived: Arrived) -> Layers:
+        """Return the trained variables of a step and their mean gradients, before `update`.
+
+        Args:
+            state: The state before the step.
+            pending: The step, whose exchange has arrived.
+            arrived: The results of the exchange.
+        """
+        raise StrategyError(f"{type(self).__name__} does not show its layers; ask for no norms and no histograms")
+
+    def learning_rates(self, state: State, steps: int) -> Callable[[int], Mapping[str, float]] | None:
+        """Return a function that reads the learning rates of steps by name; None if they are not known.
+
+        The function waits for them. Its argument is how many of the steps came later; it may know only those of the
+        last step, and then returns nothing for the others.
+
+        Args:
+            state: The state after the steps, which the next step may use up.
+            steps: Number of steps that one program has made.
+        """
+        return None
 
     # ---- spares; an engine without these methods works in jobs without spares
 

@@ -22,6 +22,7 @@ from strategies.core.members import Members
 from strategies.core.metrics import tell_evaluation
 from strategies.core.rows import Begun, EvaluationTask, Told, in_order
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
+from strategies.core.weights import check_weights_of_rows
 from strategies.typing import Batch, Metric, Numbers, Tree
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Evaluator(Generic[State, Pending]):
 
         def evaluated() -> Evaluation:
             found = _evaluation_of(self._pass(task, state, rows))
+            check_weights_of_rows(task.sums_of_weights(found.merged))
             tell_evaluation(self._members, state.step, found)
             return found
 

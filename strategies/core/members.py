@@ -8,6 +8,7 @@ from typing import Protocol
 
 from collectives import Communicator
 from collectives.instruments import Instruments
+from popdist.records.distribution_settings import DistributionSettings
 from popdist.records.faults import FaultInjector
 from popdist.records.progress import Progress
 from strategies.core.journal import InstanceProgress, Journal
@@ -66,6 +67,10 @@ class Members(Protocol):
     @property
     def sinks(self) -> Sequence[Sinks]:
         """The open sinks of metrics."""
+
+    @property
+    def distributions(self) -> DistributionSettings | None:
+        """How often norms and histograms are taken; None if never."""
 
     @property
     def progress(self) -> Progress:

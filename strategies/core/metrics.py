@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
@@ -12,7 +12,8 @@ import numpy as np
 from collectives.instruments import Instruments, is_seen
 from strategies.core.members import Members
 from strategies.loss_scaling import LossScale
-from strategies.sinks.sink import Reading
+from strategies.sinks.distribution import Distribution
+from strategies.sinks.sink import NO_DISTRIBUTIONS, PlainNumber, Reading
 from strategies.typing import Leaf, Metric
 
 EVALUATION = "evaluation/"
@@ -110,6 +111,23 @@ def metrics_of(names: tuple[str, ...], tail: UnreadArray, scale: LossScale | Non
     return Metrics((*names, "loss_scale", "skipped_steps"), np.concatenate([own, of_scale, rest]))
 
 
+@dataclass(frozen=True)
+class Beside:
+    """The values of steps that sinks get beside the metrics.
+
+    Attributes:
+        reads: Functions that wait for numbers and return them by name, given how many of the steps came later.
+        distributions: Distributions in the last step, by name.
+    """
+
+    reads: Sequence[Callable[[int], Mapping[str, float]]] = ()
+    distributions: Mapping[str, Distribution] = field(default_factory=lambda: NO_DISTRIBUTIONS)
+
+    def numbers(self, later: int) -> dict[str, float]:
+        """Return the numbers of a step after which `later` others were made with it."""
+        return {name: number for read in self.reads for name, number in read(later).items()}
+
+
 def tell_end(
     members: Members,
     instruments: Instruments,
@@ -117,6 +135,7 @@ def tell_end(
     local: int,
     metrics: Metrics,
     step: int,
+    beside: Callable[[], Beside] = Beside,
     tails: UnreadArray | None = None,
 ) -> None:
     """Report the successful end of a step to instruments and sinks of metrics.
@@ -128,6 +147,7 @@ def tell_end(
         local: The number of replicas to which the batch belongs.
         metrics: The metrics of the step.
         step: The number of steps so far, with this one.
+        beside: Returns what sinks get beside the metrics; called only if a sink or an instrument takes it.
         tails: The metrics of each step, if one program has made several steps with the same number of rows.
     """
     sinks = members.sinks
@@ -136,11 +156,17 @@ def tell_end(
         return
     rows = rows_of_all()
     count = 1 if tails is None else len(tails)
+    takes_numbers = is_seen(instruments.step_numbers)
+    also = beside() if sinks or takes_numbers else _NOTHING
     for each in sinks:
         samples = rows // local * members.num_replicas_in_sync
-        for number in range(count):
-            read = _reading(metrics) if tails is None else partial(_of_step, metrics.names, tails, number)
-            each.tell(step - count + 1 + number, read, samples)
+        for later in reversed(range(count)):
+            read = _reading(metrics) if tails is None else partial(_of_step, metrics.names, tails, count - 1 - later)
+            if also.reads:
+                read = partial(_read_both, read, also, later)
+            each.tell(step - later, read, samples, NO_DISTRIBUTIONS if later else also.distributions)
+    if takes_numbers and also.reads:
+        instruments.step_numbers(also.numbers(0))
     if counts:
         instruments.steps_made(count, count * rows, metrics.loss_at_hand)
     if waits:
@@ -167,8 +193,19 @@ def _reading(metrics: Metrics) -> Reading:
     return lambda: dict(zip(names, np.asarray(means).tolist(), strict=False))
 
 
+def _read_both(read: Reading, beside: Beside, later: int) -> dict[str, PlainNumber]:
+    """Return the numbers of a step; a metric of the loss function goes before another number of the same name."""
+    found = dict(read())
+    for name, number in beside.numbers(later).items():
+        found.setdefault(name, number)
+    return found
+
+
 def _of_step(names: tuple[str, ...], tails: UnreadArray, number: int) -> dict[str, float]:
     return dict(zip(names, np.asarray(tails)[number].tolist(), strict=False))
+
+
+_NOTHING = Beside()
 
 
 class StepNotice:

@@ -13,6 +13,7 @@ import numpy as np
 
 from popdist.switches import require_switches, require_switches_or_none
 from strategies.argument_checks import at_least, positive
+from strategies.core.weights import ERROR, checked_zero_weight
 from strategies.defaults import Defaults
 from strategies.exchange.transfer import GradientTransfer
 from strategies.loss_scaling import LossScaling
@@ -72,6 +73,7 @@ class CommonOptionsByName(TypedDict, total=False):
     compute_dtype: Dtype | None
     loss_scaling: LossScaling | float | str | None
     gradient_transfer_dtype: Dtype | None
+    zero_weight: str
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,9 @@ class CommonOptions(ABC):
         gradient_transfer_dtype: Dtype in which gradients travel. float16 and bfloat16 have half the bytes of float32;
             they are added in float32, in the order of the tree. int8 has a quarter of the bytes, with error feedback;
             see `strategies.exchange.transfer`.
+        zero_weight: The end of a step whose losses all have the weight 0. "error": it raises `ZeroWeightError`. "skip":
+            it changes no variable, and its metrics are NaN; with loss scaling "skipped_steps" counts it, and the scale
+            stays.
 
     Raises:
         TypeError: If a switch is neither True nor False, or `map_gradient` is not a function.
@@ -128,6 +133,7 @@ class CommonOptions(ABC):
     compute_dtype: Dtype | None = None
     loss_scaling: LossScaling | float | str | None = None
     gradient_transfer_dtype: Dtype | None = None
+    zero_weight: str = ERROR
 
     def __post_init__(self) -> None:
         require_switches(check_numerics=self.check_numerics)
@@ -140,6 +146,7 @@ class CommonOptions(ABC):
                 f"map_gradient is {self.map_gradient!r}, a {type(self.map_gradient).__name__}; use a function "
                 "(gradient, variable) -> gradient, or None"
             )
+        checked_zero_weight(self.zero_weight)
         _ = self.method, self.scaling, self.transfer  # each raises if its option is out of range
         if self.check_numerics and self.scaling is not None:
             raise ValueError("check_numerics raises for the gradients that loss_scaling expects; use one of them")
@@ -185,6 +192,7 @@ class CommonOptions(ABC):
             "compute_dtype": name_of_dtype(self.compute_dtype),
             "loss_scaling": self.scaling,
             "gradient_transfer_dtype": self.transfer.dtype,
+            "zero_weight": self.zero_weight,
             **self.own_terms,
         }
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from strategies.typing import Tree
+from strategies.typing import Number, Tree
 
 
 class EvaluationTask(ABC):
@@ -52,6 +52,14 @@ class EvaluationTask(ABC):
             computed: The result of `__call__`, on the host.
             mask: Bool `[rows]`, False for padding.
         """
+
+    def sums_of_weights(self, merged: Mapping[str, Any]) -> Sequence[Number]:
+        """Return sums of the weights of all rows, NaN if one is bad; empty if the task knows no weights.
+
+        Args:
+            merged: Metrics by name, merged over all rows.
+        """
+        return ()
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias
 
@@ -16,12 +16,13 @@ from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE, Instrume
 from strategies.core.agreement import broadcast_text
 from strategies.core.carrier import Carrier
 from strategies.core.digest import majority_of
+from strategies.core.distributions import Seen, look
 from strategies.core.engine import Engine, Pending, State
 from strategies.core.journal import JoinsNowError, Recorded
 from strategies.core.members import Members
-from strategies.core.metrics import Metrics, StepNotice, UnreadArray, metrics_of, tell_end
+from strategies.core.metrics import Beside, Metrics, StepNotice, UnreadArray, metrics_of, tell_end
 from strategies.core.survival import LOSSES, meet, repeated, together, warn_of_loss
-from strategies.errors import NonFiniteGradientError, SpareError
+from strategies.errors import NonFiniteGradientError, SpareError, UnappliedStepError, WeightError, ZeroWeightError
 from strategies.loss_scaling import LossScaling
 from strategies.typing import Batch, Gradients, Tree
 
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
     from strategies.train_state import TrainState
 
 
-_Done: TypeAlias = tuple[State, Metrics] | NonFiniteGradientError
+_Done: TypeAlias = tuple[State, Metrics] | UnappliedStepError
+_UNAPPLIED: Mapping[str, type[UnappliedStepError]] = {
+    kind.__name__: kind for kind in (NonFiniteGradientError, WeightError, ZeroWeightError)
+}
 _TOLD = "the metrics of the last step"
 
 
@@ -73,6 +77,29 @@ class StepRules(Generic[State]):
     own_part: str | None
     flipped: Callable[[State], State]
     rows_of: Callable[[Batch], int]
+
+
+@dataclass(frozen=True)
+class _Unapplied:
+    """The error of a step that was not applied, for other instances.
+
+    Attributes:
+        kind: The name of the error's class.
+        text: The message.
+    """
+
+    kind: str
+    text: str
+
+    @classmethod
+    def of(cls, error: UnappliedStepError) -> _Unapplied:
+        """Return the description of an error."""
+        return cls(type(error).__name__, str(error))
+
+    @property
+    def error(self) -> UnappliedStepError:
+        """The error."""
+        return _UNAPPLIED.get(self.kind, UnappliedStepError)(self.text)
 
 
 @dataclass(frozen=True)
@@ -141,6 +168,7 @@ class StepLoop(Generic[State, Pending]):
         self._rehearsal: State | None = None  # a spare's first state with values, for its rehearsal
         self._recorded = Recorded("step", self._packed, self._replayed) if members.journal.is_kept else None
         self._before: State | None = None  # the state with which the last step has begun
+        self._seen: Seen | None = None  # the last look at weights and gradients
 
     # ---- one step
 
@@ -156,7 +184,11 @@ class StepLoop(Generic[State, Pending]):
         self.notice.agree(arrived.notice)
         scale = state.loss_scale
         if self.scaling is not None and scale is not None:
-            scale = arrived.scale_after(self.scaling, scale, arrived.is_finite)
+            scale = arrived.scale_after(self.scaling, scale, arrived.is_finite) if arrived.is_weighted else scale.kept()
+        settings = self._members.distributions
+        if settings is not None:
+            layers = partial(self._engine.layers, state, pending, arrived)
+            self._seen = look(settings, state.step, layers, self._members)
         if watcher is not None:
             watcher.reduced(self._engine.snapshot(state), batch, *arrived.gradients())
         metrics = self.metrics = metrics_of(arrived.names, arrived.tail, scale)
@@ -191,7 +223,7 @@ class StepLoop(Generic[State, Pending]):
         self._before = state
         done = journal.perform(self._recorded, partial(self._carried, state, batch))
         self._before = None
-        if isinstance(done, NonFiniteGradientError):
+        if isinstance(done, UnappliedStepError):
             raise done
         return done
 
@@ -205,11 +237,12 @@ class StepLoop(Generic[State, Pending]):
             state = self._rules.flipped(state)
         try:
             state, metrics = self._survived(surroundings, state, batch, can_carry_on)
-        except NonFiniteGradientError as error:  # on all instances: it completes the operation as new variables do
-            members.done_so_far.complete(partial(self._share_refusal, str(error)) if can_carry_on else None)
+        except UnappliedStepError as error:  # on all instances: it completes the operation as new variables do
+            members.done_so_far.complete(partial(self._share_refusal, _Unapplied.of(error)) if can_carry_on else None)
             raise
         instruments = self._surroundings().instruments
-        tell_end(members, instruments, partial(self._rules.rows_of, batch), local, metrics, state.step)
+        rows = partial(self._rules.rows_of, batch)
+        tell_end(members, instruments, rows, local, metrics, state.step, partial(self._beside, state))
         self._keep(state)
         can_share = can_carry_on and self._outlives_instances(state)
         members.done_so_far.complete(partial(self._share, state) if can_share else None)
@@ -238,13 +271,13 @@ class StepLoop(Generic[State, Pending]):
     # ---- with spares
 
     def _carried(self, state: State, batch: Batch) -> _Done[State]:
-        """Make one update whose state can be handed over; return the error of gradients that are not finite."""
+        """Make one update whose state can be handed over; return the error of a step that is not applied."""
         carrier, journal = self.carrier, self._members.journal
         carrier.note(state)
         carrier.batch = batch
         try:
             state, metrics = self._made(state if journal.is_joining else carrier.read(state), batch)
-        except NonFiniteGradientError as error:
+        except UnappliedStepError as error:
             return error
         finally:
             carrier.batch = None
@@ -252,21 +285,21 @@ class StepLoop(Generic[State, Pending]):
         return state, metrics
 
     def _packed(self, done: _Done[State]) -> Callable[[], object]:
-        if isinstance(done, NonFiniteGradientError):
-            return partial(str, str(done))
+        if isinstance(done, UnappliedStepError):
+            return partial(_Unapplied.of, done)
         state, metrics = done
         names, means = metrics.names, metrics.means
         if isinstance(means, np.ndarray):
             means = means[: len(names)].copy()  # without the values behind them
         return partial(_told, state.step, names, means, self.notice.is_agreed)
 
-    def _replayed(self, told: str | tuple[int, tuple[str, ...], np.ndarray, bool]) -> _Done[State]:
+    def _replayed(self, told: _Unapplied | tuple[int, tuple[str, ...], np.ndarray, bool]) -> _Done[State]:
         """Return the result of a step of the others."""
         assert self._before is not None
-        if isinstance(told, str):
+        if isinstance(told, _Unapplied):
             self.carrier.note(self._before)
             self._members.done_so_far.share = partial(self._share_refusal, told)
-            return NonFiniteGradientError(told)
+            return told.error
         step, names, means, is_agreed = told
         metrics = self.metrics = Metrics(names, means)
         self.notice.agree(float(is_agreed))
@@ -282,8 +315,16 @@ class StepLoop(Generic[State, Pending]):
             return
         programs = self._members.running_programs
         programs.begin()
-        with self._members.journal.inside(), programs.ending(), suppress(NonFiniteGradientError):
+        with self._members.journal.inside(), programs.ending(), suppress(UnappliedStepError):
             self._engine.rehearse(state, self._members.real_batch(batch))
+
+    def _beside(self, state: State, steps: int = 1) -> Beside:
+        """Return what sinks get beside the metrics of steps: learning rates, and the last look at their layers."""
+        rates, seen = self._engine.learning_rates(state, steps), self._seen
+        reads = [] if rates is None else [rates]
+        if seen is None or seen.step != state.step:  # another instance has completed the step, or nothing was due
+            return Beside(reads)
+        return Beside([*reads, seen.read], seen.distributions)
 
     def _surroundings(self) -> _Surroundings:
         found = self._last_surroundings
@@ -350,7 +391,7 @@ class StepLoop(Generic[State, Pending]):
 
         If others have completed the step and this instance has not, take over their result.
         """
-        refusal: NonFiniteGradientError | None = None
+        refusal: UnappliedStepError | None = None
 
         def catch_up() -> tuple[State, Metrics] | None:
             nonlocal state, batch, refusal
@@ -361,7 +402,7 @@ class StepLoop(Generic[State, Pending]):
                 return None
             try:
                 self._latest = self._share(state, meeting.newest) if meeting.is_late else self._engine.completed()
-            except NonFiniteGradientError as error:  # raised below: before, parts are cut anew on all instances
+            except UnappliedStepError as error:  # raised below: before, parts are cut anew on all instances
                 refusal, self._latest = error, state
                 return state, Metrics((), np.zeros(0, np.float32))
             assert self.metrics is not None
@@ -381,22 +422,22 @@ class StepLoop(Generic[State, Pending]):
         """Return the state of rank `root`, and take over its metrics and notice. Collective.
 
         Raises:
-            NonFiniteGradientError: The step of that rank has raised it.
+            UnappliedStepError: The step of that rank has raised it.
         """
         own, state = self.metrics, self.carrier.read(state)
         text = json.dumps(None if own is None else [own.names, np.asarray(own.means).tolist(), self.notice.is_agreed])
         told = json.loads(broadcast_text(self._members.communicator, text, root, _TOLD))
-        if isinstance(told, str):
-            raise NonFiniteGradientError(told)
+        if isinstance(told, dict):
+            raise _Unapplied(**told).error
         state = self._engine.share(state, root)  # last, so that a failure changes nothing
         if told is not None:
             self.metrics = Metrics(tuple(told[0]), np.array(told[1], np.float32))
             self.notice.agree(float(told[2]))
         return state
 
-    def _share_refusal(self, text: str, root: int) -> None:
-        """Tell instances that lack the result of a step that its gradients were not finite. Collective."""
-        broadcast_text(self._members.communicator, json.dumps(text), root, _TOLD)
+    def _share_refusal(self, told: _Unapplied, root: int) -> None:
+        """Tell instances that lack the result of a step why it was not applied. Collective."""
+        broadcast_text(self._members.communicator, json.dumps(asdict(told)), root, _TOLD)
 
     def take_over(self, state: State, batches: Sequence[Batch], metrics: Metrics, tails: UnreadArray) -> None:
         """Note that the only replica has made several steps in one program.
@@ -409,8 +450,8 @@ class StepLoop(Generic[State, Pending]):
         """
         self.metrics = metrics
         self.notice.agree(self.notice.is_given)
-        rows_of_all = partial(self._rules.rows_of, batches[0])
-        tell_end(self._members, self._members.instruments, rows_of_all, 1, metrics, state.step, tails)
+        rows, beside = partial(self._rules.rows_of, batches[0]), partial(self._beside, state, len(batches))
+        tell_end(self._members, self._members.instruments, rows, 1, metrics, state.step, beside, tails)
 
 
 def _told(step: int, names: tuple[str, ...], means: UnreadArray, is_agreed: bool) -> object:

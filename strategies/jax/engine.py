@@ -11,9 +11,11 @@ import jax
 import numpy as np
 from typing_extensions import override
 
+from strategies.core.distributions import Layers
 from strategies.core.engine import Arrived, Buffers, Engine
 from strategies.core.metrics import Metrics, UnreadArray
 from strategies.core.rows import Begun, EvaluationTask
+from strategies.core.weights import is_weighted
 from strategies.data.sources import Masked
 from strategies.errors import NonFiniteGradientError
 from strategies.exchange.int8 import Int8Layout
@@ -23,8 +25,9 @@ from strategies.jax.comparing.digest import flip_bit, host_arrays
 from strategies.jax.evaluation_program import JaxRows
 from strategies.jax.fused_steps import FusedPrograms, Made
 from strategies.jax.gradients.model_state import FIRST, MEAN, PER_REPLICA, ModelStateRule, has_own
-from strategies.jax.gradients.replica_program import with_loss
+from strategies.jax.gradients.replica_program import ReplicaProgram
 from strategies.jax.held_parts import HeldParts, rooms
+from strategies.jax.layers import JaxLayers
 from strategies.jax.on_device.queue import StepQueue
 from strategies.jax.on_device.step import DevicePending, DeviceStep
 from strategies.jax.options import StepOptions
@@ -34,6 +37,7 @@ from strategies.jax.replicas.dealing import unchanging
 from strategies.jax.replicas.devices import borrow
 from strategies.jax.replicas.replicas import Replicas
 from strategies.jax.replicas.shards import rows_of_replicas
+from strategies.jax.updates.learning_rates import LearningRates
 from strategies.loss_scaling import LossScale
 from strategies.placeholders import blank, read, resolve, unread
 from strategies.train_state import TrainState
@@ -50,7 +54,7 @@ class JaxPending:
         control: Control words, see `control_words`.
         buckets: Buckets of gradients, each as soon as it is ready.
         tail: Values that travelled behind the gradients; the device may still compute them.
-        is_finite: Whether the step may be applied.
+        is_applied: Whether the step may be applied: gradients are finite, and losses have weight.
         kept: New residuals and model state.
     """
 
@@ -59,7 +63,7 @@ class JaxPending:
     control: np.ndarray
     buckets: Iterator[tuple[Bucket, Buffers]]
     tail: UnreadArray = None
-    is_finite: bool = True
+    is_applied: bool = True
     kept: tuple[Tree, Tree] = (None, None)
 
     @property
@@ -113,6 +117,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
     Attributes:
         may_fuse: Whether a step may be one program: there is one replica, and no record or fault needs values in
             between.
+        of_layers: The layers of a step, for sinks of metrics.
     """
 
     def __init__(
@@ -128,11 +133,13 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         is_looked_at = replicas.faults.is_armed or is_recorded or replicas.journal.is_kept
         is_plain = options.may_fuse and not has_own(options.model_state_aggregation)
         self.may_fuse = replicas.num_replicas_in_sync == 1 and is_plain and not is_looked_at
+        self.of_layers = JaxLayers(replicas, programs, options)
         self._fused = FusedPrograms(programs, options.seed)
         self._rows = JaxRows(replicas, options, is_recorded)
         self._queue = StepQueue()
         self._parts = HeldParts(replicas, programs, options)
         self._parted = PartedUpdate(replicas, is_recorded)
+        self._rates = LearningRates(programs.optimizer)
 
     # ---- one step
 
@@ -144,13 +151,16 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         state = self._programs.unchanging(state)
         if isinstance(step, DeviceStep):
             return self._begun_on_device(step, state, batch, notice)
-        made = self._fused.made(step, state, [batch], self._in_parts) if self.may_fuse else None
+        may_fuse = self.may_fuse and not step.program.places.is_weighted and self._replicas.distributions is None
+        made = self._fused.made(step, state, [batch], self._in_parts) if may_fuse else None
         if made is not None:
             return FusedPending(step.program.names, made[1], notice, made[0])
         return self._begun(step, state, batch, control_of(state, notice))
 
     def _begun_on_device(self, step: DeviceStep, state: TrainState, batch: Batch, notice: bool) -> JaxPendings:
-        if self.may_fuse and not self._replicas.devices.is_cpu:
+        is_looked_at = self._replicas.distributions is not None
+        may_fuse = self.may_fuse and not step.program.places.is_weighted and not is_looked_at
+        if may_fuse and not self._replicas.devices.is_cpu:
             made = self._fused.on_device(step, state, batch)
             if made is not None:
                 return FusedPending(step.program.names, made[1], notice, made[0])
@@ -180,19 +190,29 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         self._raise_if_feeds_differ()
         if state.residuals is not None or state.model_state is not None:
             pending.kept = self._kept(step, state)
-        tail = pending.tail = step.tail.copy()
+        tail = pending.tail = program.places.weighted(step.tail.copy())
+        is_weighted = self._is_weighted(program, state, tail)
         if self._options.check_numerics:
-            self._raise_if_not_finite(state, tail[-program.flags :])
-        if self._options.scaling is not None:
-            pending.is_finite = bool(tail[program.finite_place] == 0)
-        notice = float(tail[program.notice_place])
-        return Arrived(program.names, tail, notice, pending.is_finite, lambda: self._means(pending))
+            self._raise_if_not_finite(state, tail[-program.places.flags :])
+        is_finite = self._options.scaling is None or bool(tail[program.places.finite] == 0)
+        pending.is_applied = is_weighted and is_finite
+        notice = float(tail[program.places.notice])
+        return Arrived(program.names, tail, notice, is_finite, lambda: self._means(pending), is_weighted)
 
     def _arrived_on_device(self, pending: DevicePending) -> Arrived:
-        arrived = pending.arrived()
-        if self._options.check_numerics:  # only this option waits for every step
-            self._raise_if_not_finite(pending.state, np.asarray(arrived.tail)[-pending.step.program.flags :])
+        arrived, program = pending.arrived(), pending.step.program
+        if program.places.is_weighted:  # only weights and check_numerics wait for every step
+            pending.is_weighted = self._is_weighted(program, pending.state, np.asarray(arrived.tail))
+            arrived = replace(arrived, is_weighted=pending.is_weighted)
+        if self._options.check_numerics:
+            self._raise_if_not_finite(pending.state, np.asarray(arrived.tail)[-program.places.flags :])
         return arrived
+
+    def _is_weighted(self, program: ReplicaProgram, state: TrainState, tail: np.ndarray) -> bool:
+        """Return whether losses have a weight above 0, or no weights; raise if they have no mean."""
+        if not program.places.is_weighted:
+            return True
+        return is_weighted(float(tail[program.places.weight]), state.step, self._options.zero_weight)
 
     def _means(self, pending: JaxPending) -> tuple[Gradients, Shards | None]:
         return pending.step.means, pending.step.update.mean_shards
@@ -204,23 +224,25 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         if isinstance(pending, DevicePending):
             return self._queued(self._updated_on_device(pending, scale), pending.tail)
         state, step = pending.state, pending.step
-        if not pending.is_finite:
+        if not pending.is_applied:
             return replace(state, step=state.step + 1, loss_scale=scale)
         trainable = step.program.trainable
         if state.held is not None:
-            control = with_loss(pending.control, pending.tail)
+            control = step.program.places.with_means(pending.control, pending.tail)
             return self._parted_update(step, state, step.arrived_means, control, scale, pending.kept)
         trained, optimizer_state = step.update.apply(
             trainable.pick(state.variables),
             state.optimizer_state,
             step.arrived_means,
-            with_loss(pending.control, pending.tail),
+            step.program.places.with_means(pending.control, pending.tail),
         )
         variables = trainable.put(state.variables, trained)
         return TrainState(variables, optimizer_state, state.step + 1, scale, *pending.kept)
 
     def _updated_on_device(self, pending: DevicePending, scale: LossScale | None) -> TrainState:
         state = pending.state
+        if not pending.is_weighted:
+            return replace(state, step=state.step + 1, loss_scale=scale)
         if state.held is None:
             return pending.updated(scale)
         means, _, control = pending.step.flat.unpacked(pending.means, pending.control)
@@ -293,10 +315,12 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         Returns:
             The state and the metrics after the last step, and the metrics of each step.
         """
-        if len(batches) == 1:
+        if len(batches) == 1 or self._replicas.distributions is not None:
             return None
         step, *others = [self._programs.prepare(state, batch) for batch in batches]
         if isinstance(step, DeviceStep) or any(other is not step for other in others):
+            return None
+        if step.program.places.is_weighted:  # a step without weight has to end them
             return None
         self._replicas.instruments.step_begins(state.step)
         state = self._programs.unchanging(state)
@@ -371,6 +395,17 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
             optimizer_state=None if self._options.shards_state else state.optimizer_state,
             model_state=rule.map_own(lambda leaf: None, state.model_state),
         )
+
+    # ---- for sinks of metrics
+
+    @override
+    def layers(self, state: TrainState, pending: JaxPendings, arrived: Arrived) -> Layers:
+        assert not isinstance(pending, FusedPending)  # a step that is looked at is never made in one program
+        return self.of_layers.of(state, pending.step.program, pending.tail, arrived)
+
+    @override
+    def learning_rates(self, state: TrainState, steps: int) -> Callable[[int], Mapping[str, float]] | None:
+        return self._rates.of(state.optimizer_state, steps)
 
     # ---- spares
 

@@ -22,7 +22,8 @@ import numpy as np
 from strategies.core.metrics import UnreadArray
 from strategies.jax.comparing.exactness import are_same, probe_of
 from strategies.jax.gradients.model_state import ALIKE, FIRST, MEAN, SUM
-from strategies.jax.gradients.replica_program import STEP, ReplicaProgram, with_loss
+from strategies.jax.gradients.replica_program import ReplicaProgram
+from strategies.jax.gradients.tail import STEP
 from strategies.jax.on_device.step import DeviceStep
 from strategies.jax.preparation import PreparedStep, StepPrograms, control_of
 from strategies.jax.programs.program import jit
@@ -212,7 +213,7 @@ class FusedSteps:
         means = jax.tree.unflatten(jax.tree.structure(trained), others[:count])
         kept = program.unpack_kept(others[end:])[1]
         new = {**self._arrived(model_state, others[count:end]), FIRST: kept[FIRST], ALIKE: kept[ALIKE]}
-        *learned, _ = self._update.traced(trained, optimizer_state, means, with_loss(control, tail))
+        *learned, _ = self._update.traced(trained, optimizer_state, means, program.places.with_means(control, tail))
         return tuple(learned), rule.put(model_state, new), results
 
     def _arrived(self, model_state: Tree, means: Sequence[jax.Array]) -> Mapping[str, Sequence[jax.Array]]:
@@ -241,7 +242,7 @@ class FusedSteps:
             return jax.lax.optimization_barrier(self._program(variables, batch, index, control)), None
 
         of_gradients = [jnp.zeros(result.shape, result.dtype) for result in self._program.results]
-        zeros = (jnp.zeros(self._program.tail_size, jnp.float32), *of_gradients)
+        zeros = (jnp.zeros(self._program.places.size, jnp.float32), *of_gradients)
         last: Sequence[jax.Array] = jax.lax.scan(step, zeros, _stacked(batches))[0]
         return last
 

@@ -26,7 +26,8 @@ from strategies.jax.gradients.computation import ReplicaGradients, ReplicaPlan
 from strategies.jax.gradients.copies import copies_for
 from strategies.jax.gradients.gradient_programs import JaxGradientPlan
 from strategies.jax.gradients.model_state import PER_REPLICA
-from strategies.jax.gradients.replica_program import ReplicaProgram, ReplicaShapes, control_words
+from strategies.jax.gradients.replica_program import ReplicaProgram, ReplicaShapes
+from strategies.jax.gradients.tail import control_words
 from strategies.jax.on_device.gradients import DeviceGradients
 from strategies.jax.on_device.paths import path_for
 from strategies.jax.on_device.step import DeviceStep
@@ -154,7 +155,7 @@ class StepPrograms:
         self._functions = (loss_fn, *others)
         self._loss_fn = recomputing(loss_fn, options.recompute)
         self._reads: Reads | None = None  # the values that the loss function read when it was traced
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._options = options
         self._updates: dict[Any, VariableUpdate] = {}  # by the shapes of the trained variables
         self._is_recorded = is_recorded
@@ -246,7 +247,7 @@ class StepPrograms:
         key = key_of(trained)
         found = self._updates.get(key)
         if found is None or found.is_outdated:
-            found = update_for(self._replicas, self._optimizer, self._options.of_update, trained)
+            found = update_for(self._replicas, self.optimizer, self._options.of_update, trained)
             self._updates[key] = found
         return found
 
@@ -493,7 +494,8 @@ class StepPrograms:
         if self._is_compared:
             trained = plan.program.trainable.pick(state.variables)
             means = jax.tree.unflatten(jax.tree.structure(trained), plan.program.means)
-            update = self.update_of(state.variables).programs(trained, state.optimizer_state, means, control_of(state))
+            control = control_of_update(plan.program, state)
+            update = self.update_of(state.variables).programs(trained, state.optimizer_state, means, control)
             lines = [line for program in update.values() for line in lines_of(program.jaxpr)]
             programs = {"the loss function": plan.lines, "the update": lines}
             options = {**self._options.terms, "step": state.step}
@@ -537,3 +539,9 @@ def control_of(state: TrainState, notice: bool = False) -> np.ndarray:
     """Return the control words of a step that begins with this state."""
     scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
     return control_words(state.step, notice, scale)
+
+
+def control_of_update(program: ReplicaProgram, state: TrainState) -> np.ndarray:
+    """Return control words with the shape of those that an update gets, for programs that are not run."""
+    words: np.ndarray = program.places.with_means(control_of(state), np.zeros(program.places.size, np.float32))
+    return words

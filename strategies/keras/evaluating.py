@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from collectives.tree import combined
 from strategies.core.rows import EvaluationTask, Told, in_order, padded
-from strategies.jax.gradients.arguments import Outcome
 from strategies.jax.gradients.model_state import FIRST, MEAN
 from strategies.jax.programs.program import jit
 from strategies.jax.replicas.replica_context import get_replica_context
@@ -25,6 +24,7 @@ from strategies.keras.agreement import broadcast
 from strategies.keras.data import Pass
 from strategies.keras.protocols import Array, Logs, ModelLike, State, Values
 from strategies.keras.state import METRICS, VARIABLES, ModelFunctions, Seeds, results_of, seeds_of
+from strategies.outcome import Outcome
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, TypeAlias, final
 
@@ -13,7 +14,8 @@ import numpy as np
 from keras.optimizers import LossScaleOptimizer
 from typing_extensions import override
 
-from strategies.jax.updates.optimizers import Arithmetic, Known, StepOptimizer
+from popdist.records.distribution_settings import LEARNING_RATE
+from strategies.jax.updates.optimizers import Arithmetic, Known, Rate, StepOptimizer
 from strategies.keras.patches import hold_place
 from strategies.keras.protocols import Array, Values
 from strategies.loss_scaling import LossScale, LossScaling
@@ -47,6 +49,14 @@ class KerasOptimizer(StepOptimizer):
     def num_whole(self) -> int:
         """The number of variables before the first one that is not a scalar."""
         return len(list(itertools.takewhile(lambda variable: not variable.shape, self._optimizer.variables)))
+
+    @property
+    @override
+    def rates(self) -> Sequence[Rate]:
+        rate, places = self._optimizer._learning_rate, list(map(id, self._optimizer.variables))
+        if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+            return [Rate(LEARNING_RATE, places.index(id(self._optimizer._iterations)), rate)]
+        return [Rate(LEARNING_RATE, places.index(id(rate)))] if id(rate) in places else []
 
     def hold_places(self) -> None:
         """Give Keras zeros without memory for the variables that each instance holds only in part."""

@@ -17,14 +17,15 @@ from keras import tree
 from keras.utils import pack_x_y_sample_weight
 
 from strategies.errors import StrategyError
-from strategies.jax.gradients.arguments import Outcome
 from strategies.jax.gradients.model_state import ALIKE, CONSTANT
 from strategies.jax.programs.dataflow import depends_on, looks
 from strategies.jax.programs.program import jit
 from strategies.jax.replicas.replica_context import get_replica_context
 from strategies.keras.averaging import Mean, averaging, mean_over_replicas
+from strategies.keras.divisors import by_mean_of_replicas, dividing_by
 from strategies.keras.protocols import Array, Logs, ModelClass, ModelLike, State, Values
 from strategies.keras.state import METRICS, VARIABLES, Seeds, results_of, seeds_of, shape_of, words_of, words_of_metrics
+from strategies.outcome import Outcome
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
@@ -134,7 +135,8 @@ class OwnTrainFunction:
         """Make the step of a replica. All state is model state, so `variables` has nothing to train."""
         seeds, given = self._seeds, model_state[VARIABLES]
         own = seeds.of_replica(given, get_replica_context().replica_id_in_sync_group)
-        logs, new = self._step({**model_state, VARIABLES: own}, batch, mean_over_replicas)
+        with dividing_by(by_mean_of_replicas):
+            logs, new = self._step({**model_state, VARIABLES: own}, batch, mean_over_replicas)
         new[VARIABLES] = seeds.after(given, own, new[VARIABLES])
         told = {f"log {name}": jnp.mean(jnp.asarray(logs[name], jnp.float32)) for name in self._names}
         return Outcome(0 * variables["nothing"], told, new)

@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
+import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
+from keras.src.losses import loss as loss_module
 from keras.src.ops.node import Node
 from keras.src.trainers.data_adapters import get_data_adapter
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter, can_convert_arrays
@@ -20,7 +23,7 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.utils.python_utils import is_default
 
-from strategies.keras.protocols import Logs, ModelLike, NodeLike
+from strategies.keras.protocols import Array, Logs, ModelLike, NodeLike
 
 __all__ = [
     "ArrayDataAdapter",
@@ -63,6 +66,48 @@ def ask_before_loops(ask: Callable[[ModelLike], None]) -> None:
     """
     for name in ("make_train_function", "make_test_function", "make_predict_function"):
         setattr(keras.Model, name, _asking(getattr(keras.Model, name), ask))
+
+
+def ask_of_divided_losses(rule_of: Callable[[], Callable[[jax.Array, jax.Array], jax.Array] | None]) -> None:
+    """Let a rule replace each loss that is divided by a mask or by sample weights.
+
+    Keras has no hook for reductions of losses, which take the mask from the outputs.
+
+    Args:
+        rule_of: Returns the present rule, or None. The rule gets the loss and the sum over rows by which Keras has
+            divided it, and returns the loss to use.
+    """
+    reduce_: Any = loss_module.reduce_weighted_values
+
+    @functools.wraps(reduce_)
+    def reduce_and_ask(
+        values: Array,
+        sample_weight: Array | None = None,
+        mask: Array | None = None,
+        reduction: str | None = "sum_over_batch_size",
+        dtype: str | None = None,
+    ) -> Array:
+        rule = rule_of()
+        loss: jax.Array = reduce_(values, sample_weight, mask, reduction, dtype)
+        if rule is None:
+            return loss
+        divisor = _divisor(keras.ops.convert_to_tensor(values, dtype=dtype), sample_weight, mask, reduction)
+        return loss if divisor is None else rule(loss, jax.lax.stop_gradient(divisor))
+
+    loss_module.reduce_weighted_values = reduce_and_ask
+
+
+def _divisor(values: Array, sample_weight: Array | None, mask: Array | None, reduction: str | None) -> jax.Array | None:
+    """Return the divisor of a loss that depends on rows; None if Keras divides by a number of elements, or not."""
+    if values.ndim == 0 or (mask is None and (sample_weight is None or reduction != "mean_with_sample_weight")):
+        return None
+    if reduction in ("mean", "sum_over_batch_size"):
+        return jnp.sum(jnp.asarray(mask, jnp.float32))
+    if reduction != "mean_with_sample_weight":
+        return None
+    weights = None if sample_weight is None else keras.ops.convert_to_tensor(sample_weight, dtype="float32")
+    weights = loss_module.apply_mask(weights, mask, dtype="float32", reduction=reduction)
+    return jnp.sum(loss_module.squeeze_or_expand_to_same_rank(values, weights)[1])
 
 
 def _telling(create: Method, tell: Callable[[T], None]) -> Method:

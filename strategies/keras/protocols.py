@@ -73,6 +73,7 @@ class ModelLike(Protocol):
     _call_has_training_arg: bool
     _functional: keras.Function | None
     metrics_variables: list[keras.Variable]
+    _loss_tracker: keras.metrics.Mean
 
     def __call__(self, x: Data) -> Tree:
         """Return the outputs for a batch."""

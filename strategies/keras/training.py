@@ -13,17 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.holding import HeldArrays
-from strategies.jax.gradients.arguments import Outcome
 from strategies.jax.programs.program import jit
 from strategies.jax.replicas.replica_context import get_replica_context
 from strategies.jax.replicas.shards import PartOfArray
 from strategies.keras.agreement import VariableWatch, bits_of, compared
 from strategies.keras.checkpointing import SavedFit
+from strategies.keras.divisors import LossDivision, NotedDivisors, dividing_by
 from strategies.keras.extensions import ModelOptions
 from strategies.keras.optimizer import KerasOptimizer
 from strategies.keras.protocols import Array, Logs, ModelLike, State, Values
 from strategies.keras.stages import StagedModel
 from strategies.keras.state import METRICS, VARIABLES, ModelFunctions, Seeds, results_of, seeds_of
+from strategies.outcome import Outcome
 from strategies.pipelines.pipelining import Pipelining
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
@@ -71,6 +72,7 @@ class TrainFunction:
         seeds = Seeds(seeds_of(model))
         self._staged = staged
         self._functions = ModelFunctions(model, seeds, self._optimizer.for_unscaled_loss, staged or nullcontext)
+        self._division = LossDivision(self._functions, options.micro_batches == 1 and not self._is_staged)
         self._results = jit(partial(results_of, model))
         self._names: tuple[str, ...] = ()  # names of logs that no metric has computed
         self._is_adopted = False
@@ -119,7 +121,10 @@ class TrainFunction:
         own, begun = then or self._begun(state, batch)
         assert self.trainer is not None
         for each in itertools.chain([batch], itertools.islice(iterator, self._steps - skipped - 1)):
+            before = begun.model_state[METRICS]
             begun, metrics = self.trainer.step(begun, each)
+            if self._division.is_weighted:
+                begun = self._with_loss(before, begun, metrics["loss"])
             if self.saved is not None:
                 self.saved.after_step(begun)
         return self._ended(own, begun, {name: metrics[name] for name in self._names})  # without waiting for others
@@ -222,16 +227,40 @@ class TrainFunction:
         """Compute the loss of a replica. The key is not used: the model has its own random states."""
         seeds, given = self._functions.seeds, model_state[VARIABLES]
         own = seeds.of_replica(given, get_replica_context().replica_id_in_sync_group)
-        loss, made, metrics, logs = self._functions.losses(variables, own, model_state[METRICS], batch, training=True)
+        rule = self._division.rule(variables, own, model_state[METRICS], batch)
+        with dividing_by(rule):
+            loss, made, metrics, logs = self._functions.losses(
+                variables, own, model_state[METRICS], batch, training=True
+            )
         after = {VARIABLES: seeds.after(given, own, made), METRICS: metrics}
-        return Outcome(loss, {name: jnp.mean(jnp.asarray(logs[name])) for name in self._names}, after)
+        named = {name: jnp.mean(jnp.asarray(logs[name])) for name in self._names}
+        return Outcome(loss, named, after, weight=rule.weight if isinstance(rule, NotedDivisors) else None)
+
+    def _with_loss(self, before: Values, state: TrainState, loss: float) -> TrainState:
+        """Return the state with the weighted mean loss in Keras's mean over an epoch, weighted by rows as in Keras.
+
+        Replicas have added their own losses, which are not weighted.
+
+        Args:
+            before: Values of the metrics before the step.
+            state: State after the step.
+            loss: Weighted mean loss of the step.
+        """
+        tracked = [id(variable) for variable in self._model._loss_tracker.variables]
+        places = [place for place, one in enumerate(self._model.metrics_variables) if id(one) in tracked]
+        if len(places) < len(tracked):  # the model does not report it
+            return state
+        total, count = places
+        after = list(state.model_state[METRICS])
+        after[total] = _added(before[total], after[count] - before[count], np.float32(loss))
+        return replace(state, model_state={**state.model_state, METRICS: after})
 
     def _made(self, state: TrainState, batch: Batch) -> Trainer:
         rows = jax.tree.map(self._strategy.replicas.devices.replica_shape, batch)
         parts = (state.variables, state.model_state[VARIABLES], state.model_state[METRICS])
         self.words, self._names = self._functions.words(*parts, jax.tree.map(self._micro_shape, rows), training=True)
         options = self._options
-        return Trainer(
+        trainer = Trainer(
             self._strategy,
             self._loss,
             self._optimizer,
@@ -242,10 +271,16 @@ class TrainFunction:
             pipeline=self._pipeline,
             **options.step,
         )
+        trainer.variable_names = [variable.path for variable in self._model.trainable_variables]
+        return trainer
+
+    @property
+    def _is_staged(self) -> bool:
+        return self._staged is not None or self._options.is_pipelined
 
     @property
     def _pipeline(self) -> Pipelining | None:
-        if self._staged is None and not self._options.is_pipelined:
+        if not self._is_staged:
             return None
         if self._options.accumulated is None:
             raise ValueError(
@@ -264,6 +299,12 @@ class TrainFunction:
     def _micro_shape(self, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         rows = shape.shape[0] // self._options.micro_batches
         return jax.ShapeDtypeStruct((rows, *shape.shape[1:]), shape.dtype)
+
+
+@jax.jit
+def _added(total: Array, rows: Array, loss: Number) -> jax.Array:
+    """Return a sum of losses times rows, with the loss of a step; unchanged if the step was not applied."""
+    return jnp.where(rows > 0, total + loss * rows, total)
 
 
 def _is_placed(leaf: Array) -> bool:

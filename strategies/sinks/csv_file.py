@@ -19,6 +19,8 @@ from strategies.sinks.sink import STEP, TIME, Row, Sink
 class CsvFile(Sink):
     """A file with a heading and a line for each row: step, time, and one column per name, in order of appearance.
 
+    A distribution has a column for its minimum, each quantile, its maximum, and each of its counts and shares.
+
     A name that appears later gets a new last column: the file is then written anew, and earlier lines are empty there.
     Numbers are written by `repr`, so that `float` reads the same number; NaN and infinities are nan, inf and -inf.
     """
@@ -47,7 +49,7 @@ class CsvFile(Sink):
         if self._file.begin(rows[0], self._said, heading=1):
             self._columns = _columns_of(self._file)
         known = set(self._columns)
-        new = [name for name in dict.fromkeys(chain.from_iterable(row.values for row in rows)) if name not in known]
+        new = [name for name in dict.fromkeys(chain.from_iterable(row.all_values for row in rows)) if name not in known]
         if new or not self._columns:
             self._widen(self._file, new)
         self._file.append("".join(map(self._line_of, rows)).encode())
@@ -69,7 +71,7 @@ class CsvFile(Sink):
         self._columns = columns
 
     def _line_of(self, row: Row) -> str:
-        values = row.values
+        values = row.all_values
         return _joined([row.step, row.time_s, *(values.get(name, "") for name in self._columns[2:])])
 
     def _said(self, line: bytes) -> Said | None:

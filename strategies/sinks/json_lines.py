@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import final
 
 from typing_extensions import override
 
 from strategies.sinks.continued_file import ContinuedFile, Said
+from strategies.sinks.distribution import Distribution
 from strategies.sinks.sink import STEP, TIME, PlainNumber, Row, Sink
 
 
@@ -19,7 +20,8 @@ class JsonLines(Sink):
     """A file with one JSON object per line: "step", "time", and the numbers by their names.
 
     JSON has no NaN and no infinity: they are the strings "NaN", "Infinity" and "-Infinity", which `float` reads. All
-    other numbers have enough digits for `float` to read the same number.
+    other numbers have enough digits for `float` to read the same number. A distribution is an object with its numbers,
+    the edges of its bins, and their counts.
     """
 
     way_out = "make room there, or name another file"
@@ -53,8 +55,18 @@ class JsonLines(Sink):
 
 def line_of(row: Row) -> str:
     """Return a row as a line of JSON."""
-    numbers = {name: _plain(number) for name, number in row.values.items()}
-    return json.dumps({STEP: row.step, TIME: row.time_s, **numbers}, allow_nan=False) + "\n"
+    of_all = {name: _object_of(each) for name, each in row.distributions.items()}
+    said = {STEP: row.step, TIME: row.time_s, **_plain_numbers(row.values), **of_all}
+    return json.dumps(said, allow_nan=False) + "\n"
+
+
+def _object_of(distribution: Distribution) -> dict[str, object]:
+    edges = [_plain(edge) for edge in distribution.edges.tolist()]
+    return {**_plain_numbers(distribution.numbers), "edges": edges, "counts": distribution.counts.tolist()}
+
+
+def _plain_numbers(values: Mapping[str, PlainNumber]) -> dict[str, PlainNumber | str]:
+    return {name: _plain(number) for name, number in values.items()}
 
 
 def _plain(number: PlainNumber) -> PlainNumber | str:

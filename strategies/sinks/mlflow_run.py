@@ -21,6 +21,7 @@ class MlflowRun(Sink):
     """A run in an MLflow experiment.
 
     If steps are made again, their values are added behind the earlier ones, because MLflow cannot replace values.
+    Of a distribution it gets the quantiles and the other numbers.
 
     Args:
         uri: URI of the tracking server or its folder; empty: chosen by MLflow's own variables.
@@ -58,7 +59,7 @@ class MlflowRun(Sink):
         metrics = (
             Metric(name, number, int(1000 * row.time_s), row.step)
             for row in rows
-            for name, number in row.values.items()
+            for name, number in row.all_values.items()
         )
         while batch := list(islice(metrics, _MOST_IN_A_BATCH)):
             self._client.log_batch(self._run_id, metrics=batch)

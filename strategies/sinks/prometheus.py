@@ -89,7 +89,7 @@ class Prometheus(Sink):
         """Take all rows at once: a client gets the state before or after all of them."""
         state = _Totals(self._state.steps, self._state.samples, self._state.last, dict(self._state.numbers))
         for row in rows:
-            state.numbers.update(row.values)
+            state.numbers.update(row.all_values)
             if row.is_training:
                 state.steps, state.samples, state.last = state.steps + 1, state.samples + row.samples, row
         self._state = state

@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias, final
+
+from strategies.sinks.distribution import Distribution
 
 PlainNumber: TypeAlias = int | float
 Reading: TypeAlias = Callable[[], Mapping[str, PlainNumber]]
 
 STEP, TIME = "step", "time"
+NO_DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType({})
 _OURS = frozenset((STEP, TIME))
 _DTYPES = ("float", "bfloat", "int", "uint", "bool")
 """The beginnings of the names of number dtypes; NumPy does not know all of these dtypes."""
@@ -26,17 +30,28 @@ class Row:
         time_s: Time of the step in seconds since 1970; None: now.
         samples: Elements of data that all replicas have been trained on in this step.
         is_training: Whether a training step made this row; each step has exactly one such row.
+        distributions: Distributions of weights and gradients by name; empty in most rows.
+
+    Attributes:
+        distributions: The given ones, or none if too many rows wait.
     """
 
-    __slots__ = ("_read", "_values", "is_training", "samples", "step", "time_s")
+    __slots__ = ("_read", "_values", "distributions", "is_training", "samples", "step", "time_s")
 
     def __init__(
-        self, step: int, read: Reading, time_s: float | None = None, samples: int = 0, is_training: bool = False
+        self,
+        step: int,
+        read: Reading,
+        time_s: float | None = None,
+        samples: int = 0,
+        is_training: bool = False,
+        distributions: Mapping[str, Distribution] = NO_DISTRIBUTIONS,
     ) -> None:
         self.step = step
         self.time_s = time.time() if time_s is None else time_s
         self.samples = samples
         self.is_training = is_training
+        self.distributions = distributions
         self._read: Reading | None = read
         self._values: Mapping[str, PlainNumber] = {}
 
@@ -49,6 +64,19 @@ class Row:
             self._values = {f"metric/{name}" if name in _OURS else name: number for name, number in found}
             self._read = None  # the arrays that it read may be large
         return self._values
+
+    @property
+    def all_values(self) -> Mapping[str, PlainNumber]:
+        """The numbers, and those of the distributions as `gradients/dense/p50`, for sinks without histograms."""
+        if not self.distributions:
+            return self.values
+        of_all = self.distributions.items()
+        found = {f"{name}/{each}": number for name, of_one in of_all for each, number in of_one.numbers.items()}
+        return {**self.values, **{name: number for name, number in found.items() if name not in self.values}}
+
+    def without_distributions(self) -> Row:
+        """Return a row with the same numbers, but without distributions."""
+        return Row(self.step, lambda: self.values, self.time_s, self.samples, self.is_training)
 
 
 class Sink(ABC):

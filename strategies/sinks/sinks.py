@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Self, final
 
 from popdist.records.watched import Waits
-from strategies.sinks.sink import Reading, Row, Sink, is_scalar, reading_of
+from strategies.sinks.distribution import Distribution
+from strategies.sinks.sink import NO_DISTRIBUTIONS, Reading, Row, Sink, is_scalar, reading_of
 
 logger = logging.getLogger("strategies.metrics")
 
@@ -27,6 +28,8 @@ EVERY_S = 0.1
 """The seconds between two deliveries to a sink."""
 MOST = 8192
 """The most rows that wait for a sink; further rows are dropped."""
+MOST_DISTRIBUTIONS = 50_000
+"""The most distributions, of about 1.5 KB, that wait for a sink; further rows lose theirs, but not their numbers."""
 AGAIN_S, AGAIN_AT_MOST_S = 1.0, 60.0
 """The seconds until the first retry after an error, and the most seconds between retries; the time doubles."""
 LOOK_S = 0.01
@@ -68,6 +71,7 @@ class Sinks:
         self._sinks = sinks
         self._job = job
         self._kept: deque[Row] = deque(maxlen=MOST)  # while another instance writes
+        self._with_distributions: deque[Row] = deque()  # those among the kept rows
         self._deliveries: list[SinkDelivery] = []
         self._is_closed = self._has_left_out = False
         self._at_close: list[Callable[[Sinks], object]] = []
@@ -102,22 +106,29 @@ class Sinks:
         if scalars:
             self.log(scalars, step)
 
-    def tell(self, step: int, read: Reading, samples: int) -> None:
+    def tell(
+        self,
+        step: int,
+        read: Reading,
+        samples: int,
+        distributions: Mapping[str, Distribution] = NO_DISTRIBUTIONS,
+    ) -> None:
         """Write the metrics of a training step.
 
         Args:
             step: Number of steps made, including this one.
             read: Function that reads the metrics, later and in another thread.
             samples: Number of elements of data in the global batch.
+            distributions: Distributions of weights and gradients by name.
         """
-        self.add(Row(step, read, samples=samples, is_training=True))
+        self.add(Row(step, read, samples=samples, is_training=True, distributions=distributions))
 
     def add(self, row: Row) -> None:
         """Queue a row for all sinks; on another instance than the chief, keep it for a takeover."""
         if self._is_closed:
             return
         if not self._deliveries:
-            self._kept.append(row)
+            self._keep(row)
             if self._job.is_chief():
                 self._take_over()
             return
@@ -152,6 +163,15 @@ class Sinks:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def _keep(self, row: Row) -> None:
+        """Keep a row for a takeover; take the distributions from the oldest rows if there are too many."""
+        self._kept.append(row)
+        if not row.distributions:
+            return
+        self._with_distributions.append(row)
+        while sum(len(each.distributions) for each in self._with_distributions) > MOST_DISTRIBUTIONS:
+            self._with_distributions.popleft().distributions = NO_DISTRIBUTIONS
+
     def _begin(self, is_first: bool) -> None:
         """Start to deliver rows; open the sinks at the first start of the job."""
         if is_first:
@@ -177,6 +197,7 @@ class Sinks:
             for delivery in self._deliveries:
                 delivery.add(row)
         self._kept.clear()
+        self._with_distributions.clear()
 
 
 @final
@@ -197,6 +218,7 @@ class SinkDelivery:
         self._not_before_s = now_s()
         self._has_failed = self._has_misread = False
         self._come = self._done = 0  # numbers of rows added, and of rows written or left out
+        self._distributions_come = self._distributions_done = self._left_out = 0  # the same of distributions
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
         self.dropped = 0
@@ -209,10 +231,24 @@ class SinkDelivery:
     def add(self, row: Row) -> None:
         """Queue a row, without waiting, in well under a microsecond; drop it if the queue is full."""
         if self._waiting < MOST:
+            if row.distributions:
+                row = self._with_room(row)
             self._rows.append(row)
             self._come += 1
         else:
             self.dropped += 1
+
+    def _with_room(self, row: Row) -> Row:
+        """Return the row; if too many distributions wait, return it without its own."""
+        if self._distributions_waiting + len(row.distributions) > MOST_DISTRIBUTIONS:
+            self._left_out += len(row.distributions)
+            return row.without_distributions()
+        self._distributions_come += len(row.distributions)
+        return row
+
+    @property
+    def _distributions_waiting(self) -> int:
+        return self._distributions_come - self._distributions_done
 
     @property
     def _waiting(self) -> int:
@@ -235,6 +271,7 @@ class SinkDelivery:
             self._note(error)
             return
         self._done += len(self._taken)
+        self._distributions_done += sum(len(row.distributions) for row in self._taken)
         self._taken = []
         if self._has_failed:
             self._has_failed, self._again_s = False, AGAIN_S
@@ -263,6 +300,12 @@ class SinkDelivery:
             logger.warning(
                 "%s lacks %d rows of metrics, because it was too slow or had failed", self._sink.name, lacking
             )
+        if self._left_out:
+            logger.warning(
+                "%s lacks %d distributions, because more than %d (MOST_DISTRIBUTIONS) waited for it; take histograms "
+                "less often",
+                *(self._sink.name, self._left_out, MOST_DISTRIBUTIONS),
+            )
 
     def _take(self, row: Row) -> None:
         """Wait until the numbers of a row are computed; leave out a row whose numbers cannot be read."""
@@ -271,6 +314,7 @@ class SinkDelivery:
         except Exception as error:
             self.dropped += 1
             self._done += 1
+            self._distributions_done += len(row.distributions)
             if not self._has_misread:
                 logger.warning("the metrics of step %d cannot be read: %s; they are left out", row.step, error)
             self._has_misread = True

@@ -12,6 +12,7 @@ from typing import Any, final
 
 from typing_extensions import override
 
+from strategies.sinks.distribution import Distribution
 from strategies.sinks.sink import Row, Sink
 
 _numbers = itertools.count()
@@ -60,6 +61,7 @@ class TensorBoard(Sink):
             self._is_begun = True
         for row in rows:
             values = [Summary.Value(tag=name, simple_value=number) for name, number in row.values.items()]
+            values += [Summary.Value(tag=name, histo=_histogram(each)) for name, each in row.distributions.items()]
             event = Event(step=row.step, wall_time=row.time_s, summary=Summary(value=values))
             self._writer.write(event.SerializeToString())
         self._writer.flush()
@@ -69,3 +71,17 @@ class TensorBoard(Sink):
         if self._writer is not None:
             writer, self._writer = self._writer, None
             writer.close()
+
+
+def _histogram(distribution: Distribution) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto
+
+    return HistogramProto(
+        min=distribution.least,
+        max=distribution.most,
+        num=distribution.size,
+        sum=distribution.total,
+        sum_squares=distribution.squares,
+        bucket_limit=distribution.edges[1:].tolist(),
+        bucket=distribution.counts.tolist(),
+    )

@@ -44,8 +44,12 @@ class WandbRun(Sink):
     @override
     def write(self, rows: Sequence[Row]) -> None:
         """Hand the rows to the process of Weights & Biases, which sends them."""
+        import wandb
+
         for row in rows:
-            self._run.log({STEP: row.step, "_timestamp": row.time_s, **row.values})
+            of_all = row.distributions.items()
+            histograms = {name: wandb.Histogram(np_histogram=(each.counts, each.edges)) for name, each in of_all}
+            self._run.log({STEP: row.step, "_timestamp": row.time_s, **histograms, **row.values})
 
     @override
     def close(self) -> None:

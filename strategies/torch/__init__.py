@@ -17,6 +17,8 @@ except ModuleNotFoundError as error:
         name="torch",
     ) from None
 
+from strategies.torch.process_group.registration import register
+
 if TYPE_CHECKING:
     from strategies.torch.distributed_data import (
         DistributedSampler as DistributedSampler,
@@ -26,12 +28,15 @@ if TYPE_CHECKING:
     )
     from strategies.torch.distributed_model import DistributedModel as DistributedModel
     from strategies.torch.options import TorchOptions as TorchOptions
+    from strategies.torch.outcomes import loss_weight as loss_weight
     from strategies.torch.randomness import seed_of as seed_of
     from strategies.torch.replica_groups import ReplicaGroups as ReplicaGroups
     from strategies.torch.replica_groups import group_replicas as group_replicas
     from strategies.torch.state_dicts import StateDicts as StateDicts
     from strategies.torch.state_dicts import load_state_dicts as load_state_dicts
     from strategies.torch.trainer import Trainer as Trainer
+
+register()
 
 _PLACES = {
     "DistributedModel": "strategies.torch.distributed_model",
@@ -43,6 +48,7 @@ _PLACES = {
     "distribute_dataset": "strategies.torch.distributed_data",
     "group_replicas": "strategies.torch.replica_groups",
     "load_state_dicts": "strategies.torch.state_dicts",
+    "loss_weight": "strategies.torch.outcomes",
     "seed_of": "strategies.torch.randomness",
 }
 """The public names, and the modules that have them; a name is imported at its first use."""

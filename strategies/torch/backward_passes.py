@@ -9,13 +9,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import FrameType
 from typing import Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from collectives import Communicator
 from strategies.errors import StrategyError
 from strategies.torch.gradient_exchange import TorchGradientPlan
+from strategies.torch.outcomes import weighted_loss
+from strategies.torch.pass_weights import Weighing
 
 _STARTS = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 
@@ -25,6 +27,14 @@ class Model(Protocol):
 
     `backward()` raises the first error of a method, and no further model is concluded.
     """
+
+    @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        """The parameters of the model."""
+
+    @property
+    def has_left_gradients(self) -> bool:
+        """Whether gradients of an earlier step are left, and this step has had no backward pass yet."""
 
     def reduce(self, bucket: int) -> None:
         """Exchange one bucket. Called in the exchange thread, or while that thread is idle. Collective."""
@@ -101,10 +111,16 @@ class BackwardPasses:
 
     Attributes:
         models: The number of models that have shared the communicator so far.
+        members: The models that share it now.
+        weighing: The weight of the backward pass that runs.
+        left: The models that had gradients of an earlier step when this pass began, if it has a weight.
     """
 
     def __init__(self) -> None:
         self.models = 0
+        self.members: WeakSet[Model] = WeakSet()
+        self.weighing = Weighing()
+        self.left: Sequence[Model] = ()
         self._exchanges = ThreadPoolExecutor(1, "gradients")  # one thread: collective calls keep their order
         self._running: BackwardPass | None = None
 
@@ -134,6 +150,20 @@ class BackwardPasses:
         self._running = running = BackwardPass(task)
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, running))
         return running
+
+    def weighted_backward(self, loss: torch.Tensor, weight: float, keeps_graph: bool, zeroes: bool) -> None:
+        """Run the backward pass of a loss with a weight, through all models.
+
+        Args:
+            loss: A scalar.
+            weight: The weight, as it travels.
+            keeps_graph: Whether the graph stays for another pass.
+            zeroes: Whether gradients become zeros, even those that are not finite.
+        """
+        self.left = [model for model in self.members if model.has_left_gradients]
+        parameters = [one for model in self.members for one in model.parameters] if zeroes else []
+        with self.weighing.of(weight, parameters):
+            weighted_loss(loss, weight).backward(retain_graph=keeps_graph)
 
     def begin_ready(self) -> None:
         """Begin the exchanges that are ready, in the same order on all instances."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NoReturn, SupportsIndex
 
 import numpy as np
 import torch
 from torch.jit import optimized_execution
 
+from popdist.switches import require_switches
 from strategies.argument_checks import at_least, positive
 from strategies.errors import StrategyError
 from strategies.strategy import Strategy
@@ -21,11 +22,12 @@ from strategies.torch.memory import keep_freed_memory
 from strategies.torch.module_parts import refuse_to_be_compiled
 from strategies.torch.on_device.determinism import use_deterministic_operations
 from strategies.torch.options import Aggregation, TorchOptions
+from strategies.torch.outcomes import is_asked_for, number_of, one_of, refuse_losses, states_to
 from strategies.torch.replica_groups import groups_of
 from strategies.torch.replica_turns import LossOfBatch, ReplicaTurns
 from strategies.torch.sync_batch_norm import refuse_to_join, sync_layers_of
 from strategies.torch.training import refuse_modules
-from strategies.typing import Batch, Tree
+from strategies.typing import Batch, Number, Tree
 
 
 class DistributedModel(torch.nn.Module):
@@ -142,13 +144,16 @@ class DistributedModel(torch.nn.Module):
         it changes itself, such as a counter. All that follows, as `optimizer.step()`, happens once for each step.
 
         Args:
-            loss_fn: `(batch) -> loss` for the rows of a micro-batch of one replica. It calls this model.
+            loss_fn: `(batch) -> loss`, or `-> strategies.Outcome(loss, weight=...)`, for the rows of a micro-batch of
+                one replica. It calls this model.
             batch: The batch of this instance, with the rows of the local replicas one after another.
             micro_batches: The number of micro-batches into which each replica's rows are cut. Their gradients are
-                added, so `loss_fn` divides the loss by this number.
+                added, so `loss_fn` divides the loss by this number. If losses have weights, gradients are weighted
+                means over all replicas and micro-batches, and nothing is divided.
 
         Returns:
-            The mean over all replicas of the sum of a replica's losses, float32, without a graph.
+            The mean over all replicas of the sum of a replica's losses, float32, without a graph; the weighted mean of
+            the losses if they have weights.
 
         Raises:
             StrategyError: Inside `no_sync` or after a pass in it. If an instance has several replicas and the module
@@ -156,9 +161,52 @@ class DistributedModel(torch.nn.Module):
                 pass changes the parts of the module, and other replicas, or a repetition, begin after it.
             TypeError: If the loss is no scalar tensor.
             ValueError: If the batch cannot be divided evenly among the local replicas.
+            WeightError: On all instances, if weights of losses have no mean; see `weighted_backward`.
         """
         refuse_to_be_compiled()
         return self._turns.backward(loss_fn, batch, positive("micro_batches", micro_batches))
+
+    def weighted_backward(
+        self, loss: torch.Tensor, weight: Number | None = None, *, retain_graph: bool = False
+    ) -> None:
+        """Run the backward pass of a loss that counts with a weight, in place of `loss.backward()`.
+
+            tokens = (labels != -100).sum()
+            loss = torch.nn.functional.cross_entropy(model(inputs), labels, ignore_index=-100)  # mean over tokens
+            model.weighted_backward(loss, tokens)
+            optimizer.step()
+
+        Afterwards every `grad` is the weighted mean over all replicas, and over the micro-batches inside `no_sync`:
+        `sum(weight * gradient) / sum(weight)`. Do not divide the loss by the number of micro-batches. A loss of the
+        weight 0 may be NaN. The weight holds for the whole loss, and for all models that it goes through.
+
+        Args:
+            loss: A floating-point scalar, also one that a `GradScaler` has scaled.
+            weight: A finite number of at least 0, or a tensor with one, such as the number of tokens; see
+                `strategies.Outcome`. None: the weight that the module has stated with `strategies.torch.loss_weight`.
+            retain_graph: As in `Tensor.backward`.
+
+        Raises:
+            TypeError: If the loss or the weight is no scalar.
+            ValueError: If there is no weight, or gradients travel as float16.
+            StrategyError: If some backward passes of a step have no weight, or gradients of an earlier step are left.
+            WeightError: On all instances, if a weight is negative or not finite.
+            ZeroWeightError: On all instances, if all weights are 0. Gradients are 0 then, and buffers have changed.
+        """
+        refuse_to_be_compiled()
+        require_switches(retain_graph=retain_graph)
+        refuse_losses(loss)
+        stated = self._averaging.loop.weights.stated
+        given = [*stated] if weight is None else [weight]
+        found = one_of(given, "give the weight: model.weighted_backward(loss, weight)")
+        if found is None:
+            raise ValueError(
+                "the loss has no weight; give it, as in model.weighted_backward(loss, tokens), or let the module state "
+                "it with strategies.torch.loss_weight"
+            )
+        number = number_of(found)
+        stated.clear()
+        self._averaging.weighted_backward(loss, number, retain_graph)
 
     def forward(self, *arguments: Tree, **named: Tree) -> Tree:
         """Return the module's outputs; the forward pass draws random numbers from the replica's generator."""
@@ -169,7 +217,10 @@ class DistributedModel(torch.nn.Module):
         if not is_followed:
             with seat, draws:
                 return self.module(*arguments, **named)
-        with seat, draws, optimized_execution(False), averaging.writes.watching():
+        is_again = torch._C._current_graph_task_id() >= 0  # a checkpoint recomputes this pass
+        collects = self.training and torch.is_grad_enabled() and not is_again and not is_asked_for()
+        stating = states_to(averaging.loop.weights.stated) if collects else nullcontext()
+        with seat, draws, optimized_execution(False), averaging.writes.watching(), stating:
             outputs = self.module(*arguments, **named)
         averaging.watch(outputs)
         return outputs

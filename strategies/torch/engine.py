@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,10 +16,12 @@ from typing_extensions import override
 import strategies.trees as trees
 from strategies.core.agreement import broadcast_text, insist_on_agreement
 from strategies.core.digest import insist_on_same_bits
+from strategies.core.distributions import Layers
 from strategies.core.engine import Arrived, Buffers, Engine
 from strategies.core.gathering import replicas_where
 from strategies.core.rows import Begun, EvaluationTask
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
+from strategies.core.weights import is_weighted
 from strategies.data.sources import Masked
 from strategies.errors import NonFiniteGradientError, SpareError, StrategyError
 from strategies.exchange.flat import not_made, private_memory
@@ -47,6 +50,7 @@ from strategies.torch.gradient_exchange import (
     TorchGradientPlan,
     refuse_gradients_of_some,
 )
+from strategies.torch.layers import layers_of, learning_rates_of
 from strategies.torch.local_replicas import AnyExchange, LocalReplicas
 from strategies.torch.memory import plan_memory
 from strategies.torch.module_parts import Slot
@@ -56,14 +60,15 @@ from strategies.torch.on_device.exchange import DeviceExchange
 from strategies.torch.on_device.paths import path_for
 from strategies.torch.optimizer_arrays import numbers_of_groups
 from strategies.torch.options import TorchOptions
+from strategies.torch.outcomes import are_weighted
 from strategies.torch.parameter_writes import device_digests
 from strategies.torch.plain_pass import Comparison, expected_of
-from strategies.torch.replica_run import LossFunction, ReplicaTurn
+from strategies.torch.replica_run import LossFunction, ReplicaTurn, TorchReplicaRun
 from strategies.torch.tensors import dtype_of, host_array, parts_of, tensors_of
 from strategies.torch.threads import intra_op_threads
 from strategies.torch.training import TorchTraining
 from strategies.torch.unread import UnreadTraining
-from strategies.torch.updates import refuse_groups
+from strategies.torch.updates import refuse_groups, refuse_weights
 from strategies.train_state import TrainState
 from strategies.trees import ShapeOfArray
 from strategies.typing import Batch, Tree
@@ -82,7 +87,7 @@ class TorchPending:
         means: The mean gradients; None for a parameter without one.
         values: The agreed values of buffers and frozen parameters, by their numbers.
         moving: The numbers of the buffers and frozen parameters that are known to change in steps.
-        is_finite: Whether the step may be applied.
+        is_applied: Whether the step may be applied: gradients are finite, and losses have weight.
     """
 
     local: LocalReplicas
@@ -93,7 +98,7 @@ class TorchPending:
     means: Sequence[torch.Tensor | None] = ()
     values: dict[int, torch.Tensor] = field(default_factory=dict)
     moving: frozenset[int] = frozenset()
-    is_finite: bool = True
+    is_applied: bool = True
 
     @property
     def exchange(self) -> AnyExchange:
@@ -259,7 +264,9 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
 
     def _make_exchange(self, names: tuple[str, ...]) -> AnyExchange:
         """Plan how gradients travel, and allocate the memory of their means. Collective."""
-        plan, count = self._gradient_plan(len(names)), self._replicas.num_replicas_in_sync
+        if are_weighted(names):
+            refuse_weights(self._training.module, self._options)
+        plan, count = self._gradient_plan(len(names), are_weighted(names)), self._replicas.num_replicas_in_sync
         if self._path is not None:
             insist_on_agreement(self._replicas, [{"metrics": ", ".join(names)}])
             return DeviceExchange(plan, names, self._path, TorchArithmetic(), self._training.memory_of_replicas)
@@ -268,16 +275,24 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         allocate = private_memory if memory.is_on_host else communicator.allocate
         return GradientExchange(plan, names, communicator, count, allocate, self._writes_over, memory.gpu)
 
-    def _gradient_plan(self, metrics: int) -> TorchGradientPlan:
+    def _gradient_plan(self, metrics: int, has_weights: bool = False) -> TorchGradientPlan:
+        """Return the plan of the gradients.
+
+        Args:
+            metrics: The number of metrics, and of the weight if there is one.
+            has_weights: Whether losses have weights. Collectives then have another name, so that all instances raise if
+                only some of them have weights.
+        """
+        title = "weighted gradients" if has_weights else "gradients"
         training, options = self._training, self._options
         named = training.module.named_parameters()
         parameters = tuple(Parameter.of(name, one) for name, one in named if one.requires_grad)
         tail = Tail.size(metrics, len(parameters), len(training.buffers.slots))
         if self._path is not None:
             tail = metrics if self._path.spread.size == 1 else tail
-            return TorchGradientPlan(parameters, options.transfer, tail=tail)
+            return TorchGradientPlan(parameters, options.transfer, tail=tail, title=title)
         streams = options.streams_over(self._replicas)
-        return TorchGradientPlan(parameters, options.transfer, streams, training.update.shards, tail)
+        return TorchGradientPlan(parameters, options.transfer, streams, training.update.shards, tail, title)
 
     @property
     def _writes_over(self) -> bool:
@@ -349,7 +364,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         if pending.is_verified:
             self._refuse_difference(pending.watch)
         plan = exchange.plan
-        tail, means, are_bad = self._received(exchange, pending.scale)
+        tail, means, are_bad, has_weight = self._received(exchange, pending.scale, local.runs)
         if settings_differ(*tail.settings):
             insist_on_agreement(self._replicas, [settings_in_words(training.module, training.optimizer)])
         if not tail.has_gradient.any():
@@ -363,26 +378,63 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         )
         pending.values, pending.moving = self._agreed_buffers(exchange, tail, [run.copy.slots for run in runs])
         pending.means = [mean if has else None for mean, has in zip(means, tail.has_gradient, strict=True)]
-        pending.is_finite = self._is_finite(plan, are_bad, local)
+        is_finite = self._is_finite(plan, are_bad, local)
+        pending.is_applied = has_weight and is_finite
         local.give_back()
 
         def gradients() -> tuple[Tree, Tree]:
             return self._named(plan, means), plan.shards
 
-        return Arrived(exchange.names, tail.metrics, tail.notice, pending.is_finite, gradients)
+        names = exchange.names if tail.weight is None else exchange.names[:-1]
+        return Arrived(names, tail.metrics, tail.notice, is_finite, gradients, has_weight)
 
     def _received(
-        self, exchange: AnyExchange, scale: float
-    ) -> tuple[Tail, Sequence[torch.Tensor | None], np.ndarray | None]:
-        """Return the tail, the means on the parameters' device, and flags for bad means (None if not checked)."""
+        self, exchange: AnyExchange, scale: float, runs: Sequence[TorchReplicaRun]
+    ) -> tuple[Tail, Sequence[torch.Tensor | None], np.ndarray | None, bool]:
+        """Return the results of the exchange.
+
+        Args:
+            exchange: The exchange.
+            scale: The loss scale.
+            runs: The local replicas.
+
+        Returns:
+            The tail, the means on the parameters' device, flags for bad means (None if not checked), and whether any
+            loss has a weight above 0 (True without weights).
+
+        Raises:
+            WeightError: On all instances, if weights have no mean.
+        """
         checks = self._training.loss_scale is not None or self._options.check_numerics
         if isinstance(exchange, DeviceExchange):
-            of_device = exchange.means(scale)
+            divisors, has_weight = self._divisors(scale, exchange.weight(), runs)
+            of_device = exchange.means(*divisors)
             tail, flags = exchange.arrived(of_device, checks)
-            return tail, of_device, flags if checks else None
-        tail, means = exchange.tail, exchange.means(1.0 if exchange.plan.quantised else scale)
+            return tail, of_device, flags if checks else None, has_weight
+        tail = exchange.tail
+        divisors, has_weight = self._divisors(1.0 if exchange.plan.quantised else scale, tail.weight, runs)
+        means = exchange.means(*divisors)
         are_bad = np.array([not bool(torch.isfinite(mean).all()) for mean in means]) if checks else None
-        return tail, self._training.memory_of_replicas.put_means(means), are_bad
+        return tail, self._training.memory_of_replicas.put_means(means), are_bad, has_weight
+
+    def _divisors(
+        self, scale: float, weight: float | None, runs: Sequence[TorchReplicaRun]
+    ) -> tuple[list[float], bool]:
+        """Return the divisors of mean gradients, and whether any loss has a weight above 0 (True without weights).
+
+        Args:
+            scale: The loss scale.
+            weight: The mean weight; None without weights.
+            runs: The local replicas.
+        """
+        if weight is None:
+            return [scale], True
+        who = partial(
+            replicas_where, self._replicas, [math.isnan(run.weight or 0) for run in runs], "who has a bad weight"
+        )
+        if is_weighted(weight, self._training.step, self._options.zero_weight, who):
+            return [scale, weight], True
+        return [scale], False
 
     def _agreed_buffers(
         self, exchange: AnyExchange, tail: Tail, slots: Sequence[Sequence[Slot]]
@@ -401,7 +453,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     def update(self, pending: TorchPending, scale: LossScale | None) -> TorchTraining:
         training, local = self._training, pending.local
         training.loss_scale = scale
-        if pending.is_finite:
+        if pending.is_applied:
             self._apply(pending.means)
             training.buffers.keep(pending.values, pending.moving)
             local.share_frozen(training.buffers.written)
@@ -475,6 +527,17 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     @override
     def digest(self, state: TorchTraining) -> dict[str, np.ndarray]:
         return host_arrays(state.recorded())
+
+    # ---- for sinks of metrics
+
+    @override
+    def layers(self, state: TorchTraining, pending: TorchPending, arrived: Arrived) -> Layers:
+        return layers_of(state, pending.exchange.plan, pending.means, self._replicas)
+
+    @override
+    def learning_rates(self, state: TorchTraining, steps: int) -> Callable[[int], Mapping[str, float]] | None:
+        rates = learning_rates_of(state.optimizer)
+        return lambda later: rates
 
     # ---- spares
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, final
@@ -12,26 +12,31 @@ import torch
 from typing_extensions import override
 
 import strategies.trees as trees
-from strategies.argument_checks import refuse_name_of_loss
 from strategies.core.agreement import insist_on_agreement
 from strategies.core.rows import Begun, EvaluationTask, Told, padded
 from strategies.data.sources import Masked
+from strategies.errors import StrategyError
 from strategies.jax.comparing.agreement import terms_of
 from strategies.jax.evaluation.mean import Mean
 from strategies.jax.replicas.gathering import told_rows
 from strategies.jax.replicas.replicas import Replicas
+from strategies.outcome import Outcome
 from strategies.torch.agreement import lines_of_function, lines_of_module
 from strategies.torch.inference import InferenceReplicas
+from strategies.torch.outcomes import WEIGHT, outcome_of, weighted_value
 from strategies.torch.replica_run import LossFunction
 from strategies.torch.tensors import as_array, dtype_of, parts_of, tensors_of
 from strategies.torch.training import TorchTraining
 from strategies.trees import ShapeOfArray
-from strategies.typing import Batch, Number, Tree
+from strategies.typing import Batch, Metric, Number, Tree
 
 
 @dataclass(frozen=True)
 class MeansOfRows(EvaluationTask):
-    """The means of the loss and the metrics over a replica's rows, weighted by the number of rows."""
+    """The means of the loss and the metrics over a replica's rows, weighted by the number of rows.
+
+    If the function gives weights of its losses, these count in place of the numbers of rows.
+    """
 
     is_exact: ClassVar[bool] = True
     title: ClassVar[str] = "evaluation"
@@ -39,29 +44,30 @@ class MeansOfRows(EvaluationTask):
 
     @override
     def __call__(self, module: torch.nn.Module, batch: Batch) -> Tree:
-        """Compute the loss and the metrics, by name.
+        """Compute the loss and the metrics, by name, and the weight of the loss if there is one.
 
         Raises:
             TypeError: If a value is not a scalar, the metrics are not a mapping, or one of them is called "loss".
         """
-        returned = self.function(module, batch)
-        loss, metrics = returned[:2] if isinstance(returned, tuple) else (returned, {})
-        if not isinstance(metrics, Mapping):
-            raise TypeError(f"the metrics are a {type(metrics).__name__}; return (loss, dictionary of scalars)")
-        refuse_name_of_loss(metrics)
-        values = {"loss": loss, **metrics}
+        outcome = outcome_of(partial(self.function, module, batch))
+        values = {"loss": outcome.loss, **outcome.metrics}
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise TypeError(f"{name} is of shape {list(value.shape)}; return a scalar: the mean over the rows")
-        return values
+        return values if outcome.weight is None else {**values, WEIGHT: outcome.weight}
 
     @override
     def told(self, computed: Mapping[str, Number], mask: np.ndarray) -> Tree:
         """Return a `Mean` for each name."""
         count = int(mask.sum())
-        totals = {name: float(value) * count if count else 0.0 for name, value in computed.items()}
-        of_rows = np.asarray(count, np.float64)
+        weight = float(computed.get(WEIGHT, count)) if count else 0.0
+        totals = {name: weighted_value(float(value), weight) for name, value in computed.items() if name != WEIGHT}
+        of_rows = np.asarray(weight, np.float64)
         return {name: Mean(np.asarray(total, np.float64), of_rows) for name, total in totals.items()}
+
+    @override
+    def sums_of_weights(self, merged: Mapping[str, Metric]) -> Sequence[Number]:
+        return [mean.count for mean in merged.values()]
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,8 @@ class OutputsOfRows(EvaluationTask):
         """
         outputs = self.function(module, batch)
         if self.is_loss:
-            outputs = outputs[2] if isinstance(outputs, tuple) and len(outputs) == 3 else None
+            parts = (None, None, outputs.outputs) if isinstance(outputs, Outcome) else outputs
+            outputs = parts[2] if isinstance(parts, tuple) and len(parts) == 3 else None
         leaves = trees.leaves(outputs)
         if not leaves:
             which = "the loss function" if self.is_loss else "fn"
@@ -133,6 +140,7 @@ class TorchRows:
         self._task: EvaluationTask | None = None
         self._of: range | None = None
         self._inference: InferenceReplicas | None = None
+        self._is_weighted: bool | None = None  # whether the losses of this task have weights
 
     def tell(self, task: EvaluationTask, state: TorchTraining, batch: Masked) -> Begun:
         """Begin a task for a batch, as `Engine.tell` does. The work is done in `Begun.wait`."""
@@ -167,13 +175,26 @@ class TorchRows:
         except BaseException:
             self.close()  # waits for the replicas that have not failed
             raise
+        self._refuse_mixed_weights(computed)
         return [told_rows(task.told(one, mask), mask) for one, mask in zip(computed, masks, strict=True)]
+
+    def _refuse_mixed_weights(self, computed: Sequence[Tree]) -> None:
+        """Raise if only some of the losses of a task have weights."""
+        for one in computed:
+            has_weight = isinstance(one, Mapping) and WEIGHT in one
+            if self._is_weighted not in (None, has_weight):
+                raise StrategyError(
+                    "the loss of some rows has a weight, and that of others has none; give all of them weights, the "
+                    "number of rows for example"
+                )
+            self._is_weighted = has_weight
 
     def _replicas_for(self, task: EvaluationTask, state: TorchTraining) -> InferenceReplicas:
         """Return the local replicas for a task. If an instance is lost, they can change."""
         local = self._replicas.local_replicas
         if self._inference is None or self._task is not task or self._of != local:
             self.close()
+            self._is_weighted = self._is_weighted if self._task is task else None
             self._task, self._of = task, local
             state.buffers.follow()
             memory, own = state.memory_of_replicas, state.buffers.written

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from strategies.core.agreement import insist_on_agreement
 from strategies.core.digest import insist_on_same_bits
+from strategies.core.gathering import replicas_where
 from strategies.core.journal import Recorded
 from strategies.core.survival import together, warn_of_loss
 from strategies.errors import StrategyError
@@ -36,15 +37,18 @@ from strategies.torch.module_parts import ModuleWatch, Slot
 from strategies.torch.on_device.device_loop_exchange import DeviceLoopExchange
 from strategies.torch.on_device.paths import path_of_loops
 from strategies.torch.options import TorchOptions
+from strategies.torch.outcomes import refuse_where_replicas_meet
 from strategies.torch.parameter_writes import ForwardWatch
-from strategies.torch.sync_batch_norm import seat_in_loop
+from strategies.torch.pass_weights import divide, quotient, refuse_without_mean
+from strategies.torch.sync_batch_norm import seat_in_loop, sync_layers_of
 from strategies.torch.tensors import have_same_bits, host_array
 from strategies.torch.training import received_tensors, refuse_modules, take_over
+from strategies.torch.updates import refuse_float16
 from strategies.typing import Tree
 
-_NAMES = ("active", "changed", "loss")
-"""The numbers that travel with gradients: whether the replica is still in its loop, whether it needs a new plan, and
-its loss if it is known."""
+_NAMES = ("active", "changed", "loss", "weight", "weighted")
+"""The numbers that travel with gradients: whether the replica is still in its loop, whether it needs a new plan, its
+loss if it is known, the weight of its losses, and whether they have weights."""
 
 _GRAD, _CALL = "torch.autograd.grad", "torch.func.functional_call"  # functions that a warning is about
 
@@ -95,12 +99,13 @@ class GradientAveraging:
         self.writes = ForwardWatch(module, self.buffers.declared)
         self._add_hooks()
         if not self.is_alone:
-            weakref.finalize(self, agree_on_losses(self.averages, replicas))
+            weakref.finalize(self, agree_on_losses(self.averages, replicas, loop.weights))
 
     def _meet_the_others(self) -> None:
         self._communicator = self._replicas.communicator
         self.seat = seat_in_loop(self._module, self._replicas, self._streams)
-        self._passes = passes_over(self._communicator)
+        self.passes = passes_over(self._communicator)
+        self.passes.members.add(self)
 
     # ---- collective calls outside of backward passes
 
@@ -142,8 +147,8 @@ class GradientAveraging:
 
     def _entitle(self) -> None:
         if not self._title:
-            self._passes.models += 1
-            self._title = "gradients" if self._passes.models == 1 else f"gradients of model {self._passes.models}"
+            self.passes.models += 1
+            self._title = "gradients" if self.passes.models == 1 else f"gradients of model {self.passes.models}"
 
     def begin_alike(self, root: int) -> None:
         """Take over the parameters and buffers of the instance `root`. Collective."""
@@ -259,7 +264,7 @@ class GradientAveraging:
                 "averaged: they are the gradients of this instance alone",
             )
         if torch._C._current_graph_task_id() < 0:
-            self._passes.settle()  # an earlier backward pass may have failed half-way
+            self.passes.settle()  # an earlier backward pass may have failed half-way
         return is_own
 
     def watch(self, outputs: Tree) -> None:
@@ -287,6 +292,7 @@ class GradientAveraging:
 
     def arrived(self, parameter: torch.Tensor) -> None:
         """Handle a complete gradient. Called by autograd."""
+        self._count_pass()
         if not self.loop.syncs:
             self.loop.carry(parameter)
             return
@@ -302,12 +308,40 @@ class GradientAveraging:
         model_pass.came.add(id(parameter))
         if len(parameter._post_accumulate_grad_hooks) == 1:  # hooks of the program may still change the gradient
             self._take(model_pass, number, parameter.grad)
-            self._passes.begin_ready()
+            self.passes.begin_ready()
+
+    @property
+    def has_left_gradients(self) -> bool:
+        """Whether gradients of an earlier step are left, and this step has had no backward pass yet."""
+        return not self.loop.weights.has_passes and any(
+            one.grad is not None and bool(one.grad.any()) for one in self.parameters
+        )
+
+    def weighted_backward(self, loss: torch.Tensor, weight: float, keeps_graph: bool = False) -> None:
+        """Run the backward pass of a loss with a weight, given as it travels.
+
+        Raises:
+            StrategyError: If the weight is 0, the loss is not finite, and the module has a SyncBatchNorm.
+        """
+        meets = not self.is_alone and bool(sync_layers_of(self._module))
+        if meets:
+            refuse_where_replicas_meet(loss, weight, False)
+        self.passes.weighted_backward(loss, weight, keeps_graph, zeroes=weight == 0 and not meets)
+
+    def _count_pass(self) -> None:
+        weights, given = self.loop.weights, self.passes.weighing.now
+        if given is not None and not weights.has_passes and any(model is self for model in self.passes.left):
+            raise StrategyError(
+                "gradients of an earlier step are left, to which a weighted mean cannot be added; call "
+                "optimizer.zero_grad() before model.weighted_backward, and use no_sync for all micro-batches but the "
+                "last"
+            )
+        weights.count(given)
 
     def reached(self) -> None:
         """Handle a backward pass that reaches the outputs of the module. Called by autograd."""
         if self.loop.syncs:
-            running = self._passes.enter()
+            running = self.passes.enter()
             if all(one is not self for one in running.reached):
                 running.reached.append(self)
 
@@ -316,7 +350,7 @@ class GradientAveraging:
         return self.loop.syncs and id(parameter) in self._hooks
 
     def _enter(self) -> ModelPass:
-        running = self._passes.enter()
+        running = self.passes.enter()
         found = next((one for one in running.passes if one.model is self), None)
         if found is None:
             self.refuse_several()
@@ -418,9 +452,16 @@ class GradientAveraging:
     def conclude(self, model_pass: ModelPass) -> None:
         """Exchange the last bucket, put the means into the gradients, and count the step."""
         self._pass = None
-        if not self.is_alone:
-            self._finish(model_pass, is_active=True)
+        weight, step = self.loop.weights.total, self.loop.step
+        if self.is_alone:
+            came = model_pass.came | self.loop.carried
+            divide([one.grad for one in self.parameters if id(one) in came], weight)
+        else:
+            weight = self._finish(model_pass, is_active=True).weight
+        last = self.loop.weights.total
         self.loop.next_step()
+        self.loop.weights.last = last
+        refuse_without_mean(weight, step)
 
     def _average(self, model_pass: ModelPass, is_active: bool) -> Tail:
         """Run a whole exchange in one call: take the gradients, then exchange every bucket."""
@@ -432,23 +473,29 @@ class GradientAveraging:
     def _finish(self, model_pass: ModelPass, is_active: bool) -> Tail:
         if self._exchange is not None:
             gradients = self._gradients(model_pass)
-            tail = self._exchange.finish([self._told(gradients, self.buffers.slots, is_active)])
+            weight = self.loop.weights.total if is_active else None
+            tail = self._exchange.finish([self._told(gradients, self.buffers.slots, is_active, weight=weight)])
             if not tail.metrics[1]:
-                self._apply(tail, [gradients], [self.buffers.slots])
-                return tail
+                return self._apply(tail, [gradients], [self.buffers.slots], [weight])[0]
         self._plan_anew()
         again = ModelPass(self, self._plan, model_pass.tasks)
         again.came = model_pass.came
         return self._average(again, is_active)
 
     def _told(
-        self, gradients: Sequence[torch.Tensor | None], slots: Sequence[Slot], is_active: bool = True, loss: float = 0
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        slots: Sequence[Slot],
+        is_active: bool = True,
+        loss: float = 0,
+        weight: float | None = None,
     ) -> Told:
         """Return the numbers that travel behind the gradients of a replica."""
         changes = tuple(self._has_changed(number, slot) for number, slot in enumerate(slots))
         flags = tuple(gradient is not None for gradient in gradients)
         word = word_of(self.loop.step, self._watch.writes - self._writes_before) if self._options.verify_steps else 0
-        return Told((is_active, self._is_behind, loss), word, flags, changes)
+        numbers = is_active, self._is_behind, loss, weight or 0.0, weight is not None
+        return Told(numbers, word, flags, changes)
 
     def _has_changed(self, number: int, slot: Slot) -> bool:
         """Return whether forward passes have changed a buffer or a frozen parameter."""
@@ -457,9 +504,23 @@ class GradientAveraging:
         return number in self.buffers.moving or not have_same_bits(slot.tensor, self._masters[slot.name])
 
     def _apply(
-        self, tail: Tail, of_each: Sequence[Sequence[torch.Tensor | None]], slots: Sequence[Sequence[Slot]]
-    ) -> dict[int, torch.Tensor]:
-        """Put the means into the gradients of the first local replica and into the buffers, and return the latter."""
+        self,
+        tail: Tail,
+        of_each: Sequence[Sequence[torch.Tensor | None]],
+        slots: Sequence[Sequence[Slot]],
+        weights: Sequence[float | None],
+    ) -> tuple[Tail, dict[int, torch.Tensor]]:
+        """Put the means into the gradients of the first local replica and into the buffers.
+
+        Args:
+            tail: The numbers that have arrived.
+            of_each: The gradients of each local replica.
+            slots: The buffers and frozen parameters of each local replica.
+            weights: The weight of the losses of each local replica.
+
+        Returns:
+            The tail with the mean weight, and the new values of buffers.
+        """
         assert self._exchange is not None
         active = float(tail.metrics[0])
         refuse_gradients_of_some(
@@ -470,14 +531,30 @@ class GradientAveraging:
             active,
             ", and freeze it on all of them or on none",
         )
+        if tail.metrics[4]:
+            tail = replace(tail, weight=self._mean_weight(tail, weights))
         self._exchange.give(of_each[0])
+        divide(of_each[0], tail.weight)
         values = self.buffers.agreed(tail.has_changed, slots, self._replicas)
         self.keep({number: value.to(self.device) for number, value in values.items()})
         if active == 1 and (settings_differ(*tail.settings) or self._options.compares_bits(self.loop.step)):
             state = {name: host_array(parameter) for name, parameter in self._module.named_parameters()}
             insist_on_same_bits(self._replicas, host_arrays(state), self.loop.step)
             self._writes_before = self._watch.writes  # bits are equal: unequal write counts do no harm
-        return values
+        return tail, values
+
+    def _mean_weight(self, tail: Tail, weights: Sequence[float | None]) -> float:
+        """Return the mean weight of all replicas. Collective if only some of them have weights, which is refused."""
+        if tail.metrics[4] != tail.metrics[0]:
+            lacking = replicas_where(self._replicas, [one is None for one in weights], "who gives no weight")
+            raise StrategyError(
+                f"the losses of the replicas {lacking} have no weight, and those of the others have one; call "
+                "model.weighted_backward on all of them"
+            )
+        assert self._exchange is not None
+        for parameter in self._exchange.plan.parameters:
+            refuse_float16(parameter.name, self._options.transfer.dtype_of(parameter.dtype))
+        return float(tail.metrics[3])
 
     def keep(self, values: dict[int, torch.Tensor]) -> None:
         """Put the values on which all replicas have agreed into buffers and frozen parameters, by their numbers."""
@@ -492,15 +569,19 @@ class GradientAveraging:
     def average(self, turns: Sequence[Turn]) -> LoopMeans:
         """Average the results of all replicas, and put the means into the gradients of the first turn. Collective."""
         self._look_again()
+        weights = [turn.weight for turn in turns]
         if self.is_alone:
-            return LoopMeans(turns[0].loss, (), {})
+            [turn], [weight] = turns, weights
+            divide((turn.gradients[number] for number in turn.came), weight)
+            return LoopMeans(quotient(turn.loss, weight), (), {}, weight)
         if self._exchange is None:
             self._plan_anew()
         while (tail := self._exchanged(turns)).metrics[1]:
             self._plan_anew()
         of_each = [turn.of(self.named) for turn in turns]
-        values = self._apply(tail, of_each, [turn.slots_in_order(self.buffers.slots) for turn in turns])
-        return LoopMeans(float(tail.metrics[2]), of_each[0], values)
+        slots = [turn.slots_in_order(self.buffers.slots) for turn in turns]
+        tail, values = self._apply(tail, of_each, slots, weights)
+        return LoopMeans(quotient(float(tail.metrics[2]), tail.weight), of_each[0], values, tail.weight)
 
     def _exchanged(self, turns: Sequence[Turn]) -> Tail:
         exchange = self._exchange
@@ -512,7 +593,10 @@ class GradientAveraging:
         for bucket in range(len(exchange.plan.members) - 1):
             exchange.reduce(bucket)
         slots = self.buffers.slots
-        told = [self._told(turn.of(self.named), turn.slots_in_order(slots), loss=turn.loss) for turn in turns]
+        told = [
+            self._told(turn.of(self.named), turn.slots_in_order(slots), loss=turn.loss, weight=turn.weight)
+            for turn in turns
+        ]
         return exchange.finish(told)
 
     def shared(self, means: LoopMeans | None, root: int) -> LoopMeans:

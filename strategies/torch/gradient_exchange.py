@@ -17,6 +17,7 @@ from collectives import Communicator
 from strategies.core.gathering import replicas_where
 from strategies.core.members import Members
 from strategies.core.metrics import UnreadArray
+from strategies.core.weights import weighted_means
 from strategies.errors import StrategyError
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.int8 import Int8Layout
@@ -24,6 +25,7 @@ from strategies.exchange.means import Allocate, Bucket, Means
 from strategies.exchange.page_locks import lock_pages
 from strategies.exchange.shards import Shards
 from strategies.exchange.transfer import GradientTransfer
+from strategies.torch.outcomes import are_weighted
 from strategies.torch.tensors import as_tensor, dtype_of
 
 BUCKET_BYTES = 4 << 20
@@ -180,11 +182,13 @@ class Tail:
     """The numbers that travel behind the gradients, as means over all replicas.
 
     Attributes:
-        metrics: The metrics, float32, in the order of their names. On a device they may be unread.
+        metrics: The metrics, float32, in the order of their names; weighted means if losses have weights. On a device
+            they may be unread.
         notice: The share of the replicas whose instance was given a notice.
         settings: The mean of `StepSettings.word`, and the mean of its square.
         has_gradient: For each parameter, the share of the replicas in which it has a gradient.
         has_changed: For each buffer, the share of the replicas that have changed it.
+        weight: The mean weight of the losses; None if they have no weights.
     """
 
     metrics: UnreadArray
@@ -192,13 +196,18 @@ class Tail:
     settings: tuple[float, float]
     has_gradient: np.ndarray
     has_changed: np.ndarray
+    weight: float | None = None
 
     @classmethod
-    def of(cls, values: np.ndarray, metrics: int, parameters: int) -> Tail:
-        """Return the tail with these values."""
+    def of(cls, values: np.ndarray, metrics: int, parameters: int, is_weighted: bool = False) -> Tail:
+        """Return the tail with these values. If losses have weights, their mean is the last of the metrics."""
         kept, first, last = values.copy(), metrics + 3, metrics + 3 + parameters
         notice, word, square = map(float, kept[metrics:first])
-        return cls(kept[:metrics], notice, (word, square), kept[first:last], kept[last:])
+        of_metrics, weight = kept[:metrics], None
+        if is_weighted:
+            weight = float(of_metrics[-1])
+            of_metrics = weighted_means(of_metrics[:-1], weight)
+        return cls(of_metrics, notice, (word, square), kept[first:last], kept[last:], weight)
 
     @staticmethod
     def size(metrics: int, parameters: int, buffers: int) -> int:
@@ -342,14 +351,18 @@ class GradientExchange:
     def tail(self) -> Tail:
         """The numbers that arrived behind the last bucket."""
         last = self.buckets[-1].layout.tail_view(self._results[-1])
-        return Tail.of(last, len(self.names), len(self.plan.parameters))
+        return Tail.of(last, len(self.names), len(self.plan.parameters), are_weighted(self.names))
 
-    def means(self, scale: float) -> list[torch.Tensor]:
-        """Return the mean gradients divided by `scale`, in the dtypes of their parameters; valid until the next step.
+    def means(self, *divisors: float) -> list[torch.Tensor]:
+        """Return the mean gradients, divided, in the dtypes of their parameters; valid until the next step.
 
         If means are sharded, they are this instance's shards.
+
+        Args:
+            divisors: Numbers by which to divide, one after another: the loss scale and the mean weight of losses.
         """
-        return [self._mean(number, dtype, scale) for number, dtype in enumerate(self._dtypes)]
+        others = [divisor for divisor in divisors if divisor != 1]
+        return [self._mean(number, dtype, others) for number, dtype in enumerate(self._dtypes)]
 
     def give(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Copy each mean into its gradient, in place; None in place of a gradient leaves the mean out."""
@@ -375,14 +388,14 @@ class GradientExchange:
         bucket, results = self.buckets[place.bucket], self._results[place.bucket]
         return results[place.buffer] if place.buffer in bucket.scattered else bucket.layout.view(place.leaf, results)
 
-    def _mean(self, number: int, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    def _mean(self, number: int, dtype: torch.dtype, divisors: Sequence[float]) -> torch.Tensor:
         received = self._received(number)
-        if scale == 1 and dtype == received.dtype:
+        if not divisors and dtype == received.dtype:
             return received
         mean = self._converted.get(number)
         if mean is None:
             mean = self._converted[number] = torch.empty_like(received, dtype=dtype)
-        if scale == 1:
-            return mean.copy_(received)
-        wide = torch.promote_types(received.dtype, torch.float32)
-        return mean.copy_(received.to(wide) / scale)
+        wide = received.to(torch.promote_types(received.dtype, torch.float32)) if divisors else received
+        for divisor in divisors:
+            wide = wide / divisor
+        return mean.copy_(wide)

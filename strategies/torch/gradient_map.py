@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,19 +20,22 @@ MapGradient = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class GradientMap:
     """The map of one replica's gradients, applied before they are summed.
 
-    The function gets gradients without the loss scale, not yet divided by the number of micro-batches.
+    The function gets gradients without the loss scale and the weight of the loss, not yet divided by the number of
+    micro-batches. If the weight is 0, gradients become zeros, even those that are not finite.
 
     Args:
-        function: The function `map_gradient` of the options.
+        function: The function `map_gradient` of the options; None to change only gradients of the weight 0.
         keeps_bad: Whether elements that are not finite stay so, for a later check.
         at_once: Number of micro-batches whose backward passes run at the same time, in a pipeline.
     """
 
-    def __init__(self, function: MapGradient, keeps_bad: bool, at_once: int = 1) -> None:
+    def __init__(self, function: MapGradient | None, keeps_bad: bool = False, at_once: int = 1) -> None:
         self._function = function
         self._keeps_bad = keeps_bad
         self._at_once = at_once
         self._scale, self._divisor = 1.0, 1
+        self._weight: float | None = None
+        self._weights: dict[int, float | None] = {}  # of micro-batches that run at the same time, by their threads
         self._nodes: list[Node] = []  # PyTorch drops a node without references, and its hook
         self._calls: Counter[int] = Counter()
 
@@ -46,9 +50,13 @@ class GradientMap:
         node.register_prehook(partial(_mapped, weakref.ref(self), original, mine))
         self._nodes.append(node)
 
-    def begin(self, number: int, scale: float, divisor: int) -> None:
-        """Set the scale of a micro-batch's loss, and the divisor that the map applies to its gradients."""
+    def begin(self, number: int, scale: float, divisor: int, weight: float | None = None) -> None:
+        """Set the scale of a micro-batch's loss, and the divisor and weight that the map applies to its gradients.
+
+        The thread that calls this runs the micro-batch's backward pass.
+        """
         self._scale, self._divisor = scale, divisor
+        self._weight = self._weights[threading.get_ident()] = weight
         if self._at_once == 1 or number == 0:
             self._calls.clear()
 
@@ -60,6 +68,11 @@ class GradientMap:
             ValueError: If the function returns another shape.
             StrategyError: If the function writes to the gradient, or gets parts of it one after another.
         """
+        weight = self._weight if self._at_once == 1 else self._weights[threading.get_ident()]
+        if weight == 0:
+            return torch.zeros_like(gradient)
+        if self._function is None:
+            return gradient
         self._count(parameter)
         plain = gradient
         if self._scale != 1:
@@ -75,7 +88,7 @@ class GradientMap:
         new = new.to(plain.dtype)
         if self._keeps_bad:
             new = torch.where(plain.isfinite(), new, plain)
-        return (new * self._scale / self._divisor).to(gradient.dtype)
+        return (new * self._scale / self._divisor * (1.0 if weight is None else weight)).to(gradient.dtype)
 
     def _count(self, parameter: torch.Tensor) -> None:
         self._calls[id(parameter)] += 1

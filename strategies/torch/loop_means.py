@@ -24,17 +24,19 @@ class Turn:
     """The results of one replica's forward and backward pass.
 
     Attributes:
-        loss: The loss.
+        loss: The loss; the sum of the weighted losses if they have weights.
         gradients: The `grad` of each parameter, by the parameter's id.
         came: The ids of the parameters to which this pass has added gradients.
         slots: Copies of buffers and frozen parameters after the pass, by name; those that no other replica changes are
             missing.
+        weight: The sum of the weights of the losses; None if they have no weights.
     """
 
     loss: float
     gradients: Mapping[int, torch.Tensor | None]
     came: frozenset[int]
     slots: Mapping[str, Slot]
+    weight: float | None = None
 
     def slots_in_order(self, slots: Sequence[Slot]) -> list[Slot]:
         """Return the copies in the order of the module's slots; a slot without a copy stands for itself."""
@@ -53,16 +55,19 @@ class LoopMeans:
         loss: The mean loss.
         gradients: The mean gradients, in the order of the plan; None for a parameter without one.
         buffers: The agreed values of the buffers and frozen parameters that have changed, by number.
+        weight: The mean weight of the losses; None if they have no weights.
     """
 
     loss: float
     gradients: Sequence[torch.Tensor | None]
     buffers: Mapping[int, torch.Tensor]
+    weight: float | None = None
 
     def kept(self) -> LoopMeans:
         """Return copies, which the program cannot change."""
         gradients = [None if one is None else one.detach().clone() for one in self.gradients]
-        return LoopMeans(self.loss, gradients, {number: one.clone() for number, one in self.buffers.items()})
+        buffers = {number: one.clone() for number, one in self.buffers.items()}
+        return LoopMeans(self.loss, gradients, buffers, self.weight)
 
 
 def received_means(
@@ -81,12 +86,13 @@ def received_means(
         communicator: The communicator of all instances.
         root: The rank of an instance that has the means.
     """
-    known = np.zeros(1 + len(named) + len(slots), np.float64)
+    known = np.zeros(3 + len(named) + len(slots), np.float64)
     if means is not None:
         flags = [one is not None for one in means.gradients]
-        known[:] = [means.loss, *flags, *(number in means.buffers for number in sorted(slots))]
+        weight = (0.0, 0.0) if means.weight is None else (1.0, means.weight)
+        known[:] = [means.loss, *weight, *flags, *(number in means.buffers for number in sorted(slots))]
     communicator.broadcast(known, root, name="which means there are")
-    has_gradient, has_changed = np.split(known[1:] > 0, [len(named)])
+    has_gradient, has_changed = np.split(known[3:] > 0, [len(named)])
     gradients: list[torch.Tensor | None] = [None] * len(named)
     for number in np.flatnonzero(has_gradient).tolist():
         name, parameter = named[number]
@@ -97,7 +103,7 @@ def received_means(
     for number in np.flatnonzero(has_changed).tolist():
         shape = slots[number] if means is None else means.buffers[number]
         buffers[number] = _received(f"buffer {number}", shape, communicator, root)
-    return LoopMeans(float(known[0]), gradients, buffers)
+    return LoopMeans(float(known[0]), gradients, buffers, float(known[2]) if known[1] else None)
 
 
 def _received(name: str, like: torch.Tensor, communicator: Communicator, root: int) -> torch.Tensor:

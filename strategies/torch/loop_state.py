@@ -15,6 +15,8 @@ from strategies.errors import StrategyError
 from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.loop_randomness import MicroBatchRandomness
 from strategies.torch.optimizer_arrays import parameters_of
+from strategies.torch.outcomes import weighted_value
+from strategies.torch.pass_weights import PassWeights
 from strategies.torch.randomness import seed_of
 
 Averages = Callable[[torch.Tensor], bool]
@@ -35,6 +37,7 @@ class LoopState:
         step: The number of synchronised backward passes so far.
         syncs: Whether backward passes are synchronised.
         carried: The ids of parameters with gradients of backward passes that were not synchronised.
+        weights: The weights of the losses of this step.
     """
 
     def __init__(self, seed: int, replica: int, begins: Callable[[int], None]) -> None:
@@ -42,6 +45,7 @@ class LoopState:
         self.syncs = True
         self.carried: set[int] = set()
         self.replica = replica
+        self.weights = PassWeights()
         self._seed, self._begins = seed, begins
         self._micro_batch = 0
         self._forward_passes = 0  # the number of them in this micro-batch
@@ -69,6 +73,7 @@ class LoopState:
     def _begin_passes(self) -> None:
         self._micro_batch, self._has_ended = 0, False
         self.carried.clear()
+        self.weights.begin()
         self._begin_micro_batch()
 
     def carry(self, parameter: torch.Tensor) -> None:
@@ -138,7 +143,7 @@ class LoopState:
                 )
 
 
-def agree_on_losses(averages: Averages, replicas: Replicas) -> Callable[[], None]:
+def agree_on_losses(averages: Averages, replicas: Replicas, weights: PassWeights) -> Callable[[], None]:
     """Make optimizer closures return the mean loss from here on, if the optimizer's gradients are averaged.
 
     Of PyTorch's own optimizers only LBFGS computes with the loss. The others only return it, so they get the loss of
@@ -147,18 +152,19 @@ def agree_on_losses(averages: Averages, replicas: Replicas) -> Callable[[], None
     Args:
         averages: A method that returns whether a parameter's gradient is averaged. Only a weak reference to it is kept.
         replicas: The replicas of all instances.
+        weights: The weights of the losses; the mean loss is weighted if they have any.
 
     Returns:
         A function that ends this.
     """
-    hook = partial(_before_step, weakref.WeakMethod(averages), replicas)
+    hook = partial(_before_step, weakref.WeakMethod(averages), partial(_mean_loss, replicas=replicas, weights=weights))
     end: Callable[[], None] = register_optimizer_step_pre_hook(hook).remove
     return end
 
 
 def _before_step(
     reference: weakref.WeakMethod[Averages],
-    replicas: Replicas,
+    mean_loss: Callable[[Closure], torch.Tensor],
     optimizer: torch.optim.Optimizer,
     arguments: tuple[torch.optim.Optimizer, *tuple[Closure | None, ...]],
     named: dict[str, Closure | None],
@@ -170,16 +176,18 @@ def _before_step(
     if averages is None or not any(map(averages, parameters_of(optimizer))):
         return None
     if (closure := named.get("closure")) is not None:
-        return arguments, {**named, "closure": partial(_mean_loss, closure, replicas)}
+        return arguments, {**named, "closure": partial(mean_loss, closure)}
     _, *given = arguments
     if given and given[0] is not None:
-        return (optimizer, partial(_mean_loss, given[0], replicas), *given[1:]), {**named}
+        return (optimizer, partial(mean_loss, given[0]), *given[1:]), {**named}
     return None
 
 
-def _mean_loss(closure: Closure, replicas: Replicas) -> torch.Tensor:
+def _mean_loss(closure: Closure, replicas: Replicas, weights: PassWeights) -> torch.Tensor:
+    weights.last = None
     given = closure()
     loss = given.detach() if isinstance(given, torch.Tensor) else given
-    of_each = [np.array(float(loss))] * len(replicas.local_replicas)
-    mean = replicas.communicator.ordered_all_reduce(of_each, op="mean", name="loss of a closure")
-    return torch.tensor(float(mean), dtype=loss.dtype if isinstance(loss, torch.Tensor) else None)
+    weight = 1.0 if weights.last is None else weights.last
+    of_each = [np.array([weighted_value(float(loss), weight), weight])] * len(replicas.local_replicas)
+    mean, of_weights = replicas.communicator.ordered_all_reduce(of_each, op="mean", name="loss of a closure")
+    return torch.tensor(float(mean / of_weights), dtype=loss.dtype if isinstance(loss, torch.Tensor) else None)

@@ -143,6 +143,10 @@ class TorchOptions(CommonOptions):
             self.map_gradient, keeps_bad, 1 if self.pipeline is None else self.gradient_accumulation_count
         )
 
+    def zeros(self) -> GradientMap:
+        """Return the map that makes zeros of gradients whose loss has the weight 0, and keeps others."""
+        return GradientMap(None, at_once=1 if self.pipeline is None else self.gradient_accumulation_count)
+
     @cached_property
     def autocast_dtype(self) -> torch.dtype | None:
         """The dtype of `torch.autocast`; None without it."""

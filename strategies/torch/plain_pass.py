@@ -16,10 +16,11 @@ import strategies.trees as trees
 from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.torch.gradient_map import GradientMap
 from strategies.torch.options import TorchOptions
+from strategies.torch.outcomes import outcome_of, refuse_losses, weighted_loss, weighted_value
 from strategies.torch.randomness import drawing_from, seed_of
 from strategies.torch.replica_groups import groups_of
 from strategies.torch.replica_memory import HOST, ReplicaMemory
-from strategies.torch.replica_run import LossFunction, outcome_of
+from strategies.torch.replica_run import LossFunction
 from strategies.torch.tensors import parts_of
 from strategies.torch.threads import intra_op_threads
 from strategies.torch.undoing import CannotBeUndoneError, undone
@@ -35,7 +36,7 @@ class Expected:
     """The losses and gradients that plain PyTorch has computed for a replica.
 
     Attributes:
-        losses: The loss of each micro-batch.
+        losses: The loss of each micro-batch, times its weight if it has one.
         gradients: The accumulated gradients of the trained parameters, in the order of `named_parameters`.
         names: The names of the trained parameters.
         hooked: The numbers of the parameters whose complete gradients are changed by hooks of the program.
@@ -107,8 +108,10 @@ def _computed(
         with memory.current(), drawing_from(seed_of(options.seed, 0, step, number), device):
             narrow = options.autocast_dtype
             with nullcontext() if narrow is None else torch.autocast(device.type, narrow):
-                loss, _, _ = outcome_of(loss_fn(module, memory.put(part)))
-            losses.append(float(loss.detach()))
+                outcome = outcome_of(partial(loss_fn, module, memory.put(part)))
+            loss, weight = outcome.loss, outcome.weight
+            refuse_losses(loss)
+            losses.append(weighted_value(float(loss.detach()), weight))
             if _has_reentrant_checkpoint(loss):
                 raise CannotBeUndoneError("torch.autograd.grad does not work with reentrant checkpoints")
             if options.method is RUNNING_MEAN:
@@ -116,10 +119,13 @@ def _computed(
                     one.grad = None if one.grad is None else one.grad * (number / (number + 1))
             divisor = options.divisor(number)
             if mapping is None:
-                gradients = _gradients(loss / divisor * scale, parameters)
+                whole = loss if weight is None else weighted_loss(loss, weight)
+                gradients = _gradients(whole / divisor * scale, parameters)
             else:
-                mapping.begin(number, scale, divisor)
+                mapping.begin(number, scale, divisor, weight)
                 gradients = _mapped_gradients(mapping, loss * scale, parameters)
+            if weight == 0:
+                gradients = [None if one is None else torch.zeros_like(one) for one in gradients]
         for one, gradient in zip(parameters, gradients, strict=True):  # backward() would also set other gradients
             if gradient is not None:
                 one.grad = gradient if one.grad is None else one.grad + gradient

@@ -16,16 +16,17 @@ from torch.jit import optimized_execution
 
 import strategies.trees as trees
 from collectives.instruments import Instruments
-from strategies.argument_checks import refuse_name_of_loss
 from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.errors import StrategyError
+from strategies.outcome import Outcome
 from strategies.torch.contribution import Contribution, refuse_to_come_twice
 from strategies.torch.gradient_exchange import TorchGradientPlan
-from strategies.torch.gradient_map import ParameterHooks
+from strategies.torch.gradient_map import GradientMap, ParameterHooks
 from strategies.torch.meetings import ReplicaMeetings
 from strategies.torch.on_device.contribution import DeviceContribution, Told
 from strategies.torch.on_device.determinism import way_out_of_refusals
 from strategies.torch.options import TorchOptions
+from strategies.torch.outcomes import WEIGHT, outcome_of, refuse_losses, refuse_where_replicas_meet, weighted_loss
 from strategies.torch.parameter_writes import WriteCounters
 from strategies.torch.pipeline_run import PipelineRun, Walk
 from strategies.torch.randomness import drawing_from, seed_of
@@ -38,8 +39,8 @@ from strategies.torch.threads import ThreadValue
 from strategies.typing import Batch, Number, Tree
 
 LossFunction = Callable[[torch.nn.Module, Batch], Tree]
-"""(module, batch) -> loss, or (loss, dictionary of metrics), or (loss, metrics, outputs), for one replica and one
-micro-batch."""
+"""(module, batch) -> loss, or (loss, dictionary of metrics), or (loss, metrics, outputs), or `Outcome`, for one replica
+and one micro-batch."""
 
 RUNNING_MEAN = GradientAccumulationReductionMethod.RUNNING_MEAN
 
@@ -106,6 +107,7 @@ class TorchReplicaRun:
         residuals: The new residuals, after the last gradient was taken.
         outputs: For each micro-batch, the loss function's third result, without history, on the replica's device.
         pipeline: The replica's pipeline; None without one.
+        weight: The mean weight of the losses of the last step; None if they have no weights.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class TorchReplicaRun:
         self._replicas, self._instances = replicas, instances
         self.copy = ReplicaModule(memory, replica, replicas)
         self._seat = Seat(replica, replicas, self.copy.module, meetings)
+        self._meets = meetings is not None
         self._writes = WriteCounters(self.copy.parameters)
         self._memory = memory
         self._loss_fn = loss_fn
@@ -151,9 +154,11 @@ class TorchReplicaRun:
         self.contribution: Contribution | DeviceContribution | None = None
         self.residuals: Sequence[np.ndarray] = ()
         self.outputs: list[Tree] = []
+        self.weight: float | None = None
         self._hooks: list[ParameterHooks] = []  # one for each trained parameter
         self._told: set[int] = set()  # the trained parameters whose gradients autograd reports
         self._map = options.mapping()
+        self._zeros: GradientMap | None = None  # of gradients of the weight 0, if there were any
         for number, (original, parameter) in enumerate(zip(memory.originals, self.copy.parameters, strict=True)):
             if parameter.requires_grad:
                 if not instances and not is_alone:
@@ -225,6 +230,7 @@ class TorchReplicaRun:
         parts = [batch] if count == 1 else parts_of(batch, count)
         values: list[list[Told]] = [[] for _ in parts]
         self.outputs = [None for _ in parts]
+        weights: list[float | None] = [None for _ in parts]
 
         def work(number: int, walk: Walk | None) -> None:
             seed = seed_of(self._options.seed, self.replica, turn.step, number)
@@ -232,13 +238,16 @@ class TorchReplicaRun:
             drawing, seat = drawing_from(seed, device, self.replica), self._seat.computing(number)
             with self._memory.current(), running, seat, drawing, optimized_execution(False):  # see torch_modules.md
                 with self._autocast():
-                    returned = self._loss_fn(self.copy.module, self._memory.put(parts[number]))
-                loss, metrics, outputs = outcome_of(returned)
-                self.outputs[number] = trees.map(_detached, outputs)
-                values[number] = [self._number(*each) for each in (("loss", loss), *metrics.items())]
+                    outcome = outcome_of(lambda: self._loss_fn(self.copy.module, self._memory.put(parts[number])))
+                loss, weight = outcome.loss, outcome.weight
+                refuse_losses(loss)
+                self.outputs[number] = trees.map(_detached, outcome.outputs)
+                values[number] = self._values_of(outcome)
                 if number == 0:
-                    self._prepare(turn.plan(("loss", *metrics)))
-                loss = self._weighted(loss, number, turn.scale)
+                    names = ("loss", *outcome.metrics)
+                    self._prepare(turn.plan(names if weight is None else (*names, WEIGHT)))
+                weights[number] = weight
+                loss = self._for_backward(loss, number, turn.scale, weight)
                 if walk is not None:
                     walk.turn_round(loss, walk.last_stage)
                 if number == count - 1 and self._leaves:
@@ -260,10 +269,16 @@ class TorchReplicaRun:
         self.copy.refuse_writes(self._writes.written())
         if self._watch is not None:
             self._watch.losses([float(value[0]) for value in values])
-        total = values[0]
+        self.weight, total = _mean_of(weights), values[0]
         for more in values[1:]:
             total = [one + other for one, other in zip(total, more, strict=True)]
         self._end([value / count for value in total], turn)
+
+    def _values_of(self, outcome: Outcome) -> list[Told]:
+        """Return the loss and the metrics, times the weight if there is one, and then the weight."""
+        named, weight = {"loss": outcome.loss, **outcome.metrics}, outcome.weight
+        values = [self._number(name, 0.0 if weight == 0 else value) for name, value in named.items()]
+        return values if weight is None else [*(one * weight for one in values), self._number(WEIGHT, weight)]
 
     def _number(self, name: str, value: Number) -> Told:
         """Return a metric as a number; if gradients stay on the device, as a wide scalar there."""
@@ -279,18 +294,41 @@ class TorchReplicaRun:
         dtype = self._options.autocast_dtype
         return nullcontext() if dtype is None else torch.autocast(self._memory.device.type, dtype)
 
-    def _weighted(self, loss: torch.Tensor, number: int, scale: float) -> torch.Tensor:
+    def _for_backward(self, loss: torch.Tensor, number: int, scale: float, weight: float | None) -> torch.Tensor:
         """Return the loss for the backward pass. For a running mean, also rescale the gradients so far."""
         if self._options.method is RUNNING_MEAN and number:
             for parameter in self.copy.parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(number / (number + 1))
         divisor = self._options.divisor(number)
+        self._zero_gradients(loss, number, scale, weight)
         if self._map is not None:
-            self._map.begin(number, scale, divisor)
-        elif divisor != 1:
+            self._map.begin(number, scale, divisor, weight)
+            return loss * scale if scale != 1 else loss
+        if weight is not None:
+            loss = weighted_loss(loss, weight)
+        if divisor != 1:
             loss = loss / divisor
         return loss * scale if scale != 1 else loss
+
+    def _zero_gradients(self, loss: torch.Tensor, number: int, scale: float, weight: float | None) -> None:
+        """Make zeros of this micro-batch's gradients if its weight is 0, because 0 times NaN is NaN.
+
+        If layers meet those of other replicas, gradients of their losses arrive here as well, and they stay.
+
+        Raises:
+            StrategyError: If layers meet others, and gradients are mapped, or the loss has the weight 0 and is not
+                finite.
+        """
+        if weight is not None and self._meets:
+            refuse_where_replicas_meet(loss, weight, self._map is not None)
+        elif weight is not None and self._zeros is None and (weight == 0 or self.pipeline is not None):
+            # In a pipeline before the first timetable: later, other micro-batches would run through the hooked nodes.
+            self._zeros = self._options.zeros()
+            for own in self._trained:
+                self._zeros.attach(self._memory.originals[own], self.copy.parameters[own])
+        if self._zeros is not None:
+            self._zeros.begin(number, scale, 1, weight)
 
     # ---- gradients
 
@@ -368,7 +406,9 @@ class TorchReplicaRun:
             self.copy.parameters[number].grad = None
         own, notice, settings = self.contribution, turn.notice, turn.settings
         if isinstance(own, DeviceContribution):
-            own.set_tail(values, notice, settings, self._seen, self.copy.changes(turn.masters, turn.moving))
+            own.set_tail(
+                values, notice, settings, self._seen, self.copy.changes(turn.masters, turn.moving), self.weight
+            )
         else:
             changed = self.copy.changed(turn.masters, turn.moving)
             own.set_tail([float(value) for value in values], notice, settings, self._seen, changed)
@@ -398,25 +438,21 @@ def _tell(run: weakref.ref[TorchReplicaRun], number: int, parameter: torch.Tenso
         found._arrived(number, parameter)
 
 
-def outcome_of(returned: Tree) -> tuple[torch.Tensor, Mapping[str, object], Tree]:
-    """Return the loss, the metrics and the other outputs of a loss function.
+def _mean_of(weights: Sequence[float | None]) -> float | None:
+    """Return the mean weight of micro-batches, as the metrics are averaged; None without weights.
 
     Raises:
-        TypeError: If the function has returned something else.
+        StrategyError: If only some micro-batches have a weight.
     """
-    parts = returned if isinstance(returned, tuple) and len(returned) in (2, 3) else (returned,)
-    loss = parts[0]
-    metrics = parts[1] if len(parts) > 1 else {}
-    outputs = parts[2] if len(parts) > 2 else None
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        what = f"a {loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise TypeError(f"the loss is {what}; return a floating-point scalar, or (scalar, dictionary of scalars)")
-    if not loss.requires_grad:
-        raise TypeError("the loss depends on no trained parameter; compute it from the outputs of the module")
-    if not isinstance(metrics, Mapping):
-        raise TypeError(f"the metrics are a {type(metrics).__name__}; return (loss, dictionary of scalars)")
-    refuse_name_of_loss(metrics)
-    return loss, metrics, outputs
+    given = [weight for weight in weights if weight is not None]
+    if not given:
+        return None
+    if len(given) < len(weights):
+        raise StrategyError(
+            "the loss of some micro-batches has a weight, and that of others has none; give all of them weights, 1.0 "
+            "for example"
+        )
+    return float(np.float32(sum(given) / len(given)))
 
 
 def _detached(leaf: object) -> object:

@@ -13,15 +13,18 @@ from strategies.core.journal import Recorded
 from strategies.core.survival import lost_with_an_instance, meet, surviving, warn_of_loss
 from strategies.errors import StrategyError
 from strategies.jax.replicas.replicas import Replicas
+from strategies.outcome import Outcome
 from strategies.torch.gradient_averaging import GradientAveraging
 from strategies.torch.loop_means import LoopMeans, Turn, refuse_spares
 from strategies.torch.module_parts import Slot, slots_of
+from strategies.torch.outcomes import outcome_of, weighted_value
+from strategies.torch.pass_weights import refuse_without_mean
 from strategies.torch.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import parts_of, tensors_of
 from strategies.typing import Batch
 
-LossOfBatch = Callable[[Batch], torch.Tensor]
-"""(rows of one replica) -> loss."""
+LossOfBatch = Callable[[Batch], torch.Tensor | Outcome]
+"""(rows of one replica) -> loss, or `Outcome` with the loss and its weight."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,9 @@ class ReplicaTurns:
             return None
 
         recorded = Recorded[LoopMeans]("backward pass of all replicas", lambda means: bool, refuse_spares)
-        return torch.tensor(surviving(replicas, attempt, catch_up, self._averaging.shared, recorded).loss)
+        means = surviving(replicas, attempt, catch_up, self._averaging.shared, recorded)
+        refuse_without_mean(means.weight, self._averaging.loop.step - 1)
+        return torch.tensor(means.loss)
 
     # ---- one replica after another
 
@@ -99,13 +104,13 @@ class ReplicaTurns:
         own = {buffers.slots[number].name: one.clone() for number, one in buffers.own.items()}
         return _Beginning({one: _copy(one.grad) for one in parameters}, kept, own)
 
-    def _turn(self, replica: int, losses: Sequence[Callable[[], torch.Tensor]], begin: _Beginning | None) -> Turn:
+    def _turn(self, replica: int, losses: Sequence[Callable[[], object]], begin: _Beginning | None) -> Turn:
         averaging = self._averaging
         if begin is not None:
             self._begin(replica, begin)
         with averaging.loop.turn(replica), torch.enable_grad():
-            total = sum(map(_backward, losses))
-            came = frozenset(averaging.loop.carried)
+            total = sum(map(self._backward, losses))
+            came, weight = frozenset(averaging.loop.carried), averaging.loop.weights.total
         if not averaging.is_alone:
             averaging.refuse_gradients_that_are_gone(came)
         parameters = averaging.parameters
@@ -117,7 +122,22 @@ class ReplicaTurns:
             for one in parameters:
                 one.grad = None
             slots = {slot.name: slot.copied() for slot, _ in begin.slots}
-        return Turn(total, gradients, came, slots)
+        return Turn(total, gradients, came, slots, weight)
+
+    def _backward(self, compute: Callable[[], object]) -> float:
+        """Make a backward pass, and return its loss, times its weight if it has one."""
+        outcome = outcome_of(compute)
+        loss, weight = outcome.loss, outcome.weight
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shape = f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+            raise TypeError(f"loss_fn has returned a {type(loss).__name__}{shape}; return the loss, a scalar tensor")
+        if outcome.metrics or outcome.outputs is not None:
+            raise TypeError("loss_fn has returned metrics or outputs, which a loop can keep by itself; return the loss")
+        if weight is None:
+            loss.backward()
+        else:
+            self._averaging.weighted_backward(loss, weight)
+        return weighted_value(float(loss.detach()), weight)
 
     def _begin(self, replica: int, begin: _Beginning) -> None:
         """Give a replica the gradients and buffers with which it begins."""
@@ -192,13 +212,3 @@ class ReplicaTurns:
 
 def _copy(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return None if gradient is None else gradient.detach().clone()
-
-
-def _backward(compute: Callable[[], torch.Tensor]) -> float:
-    """Make a backward pass, and return its loss."""
-    loss = compute()
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        shape = f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
-        raise TypeError(f"loss_fn has returned a {type(loss).__name__}{shape}; return the loss, a scalar tensor")
-    loss.backward()
-    return float(loss.detach())

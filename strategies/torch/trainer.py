@@ -60,8 +60,8 @@ class Trainer:
         strategy: The strategy whose replicas train.
         module: The module, which every step changes in place. If replicas compute on a device, the module and the state
             of the optimizer are moved there, as `module.to(device)` does.
-        loss_fn: `(module, batch) -> loss`, `-> (loss, {name: scalar})` or `-> (loss, metrics, outputs)` for one replica
-            and one micro-batch. It gets the replica's copy of the module.
+        loss_fn: `(module, batch) -> loss`, `-> (loss, {name: scalar})`, `-> (loss, metrics, outputs)` or
+            `-> strategies.Outcome` for one replica and one micro-batch. It gets the replica's copy of the module.
         optimizer: An optimizer of `torch.optim`, or another one, of the module's parameters.
         seed: The seed of the random numbers in the module and in `loss_fn`.
         options: Other options by name; `TorchOptions` and its base class describe them.
@@ -154,7 +154,7 @@ class Trainer:
                 replicas one after another along the first axis.
 
         Returns:
-            The means of the metrics over all replicas.
+            The means of the metrics over all replicas, weighted if the losses have weights.
 
         Raises:
             TypeError: If the loss is no floating-point scalar that depends on a parameter; or if a metric is called
@@ -163,6 +163,8 @@ class Trainer:
             StrategyError: If a gradient is sparse, or None on some replicas only; or if metrics change their names.
                 Also if one of several replicas writes a buffer or parameter of a network outside of the module.
                 Also if results of replica 0 differ from plain PyTorch in a step that `verify_steps` compares.
+            WeightError: On all instances, if a weight of a loss is negative or not finite. Nothing is changed then.
+            ZeroWeightError: On all instances, if all weights are 0, unless `zero_weight` is "skip".
             NonFiniteGradientError: If a gradient is not finite, with `check_numerics`. Nothing is changed then.
             DivergenceError: If instances have different bits, with `digest_every` or `verify_steps`.
             DisagreementError: On all instances, before the first step with batches of a shape, if they differ in the
@@ -208,8 +210,9 @@ class Trainer:
         """Return the mean loss and metrics over all rows of a data set; every row counts once. Collective.
 
         Each replica computes the function for its rows of a batch, in evaluation mode and without gradients. Its means
-        are weighted by the number of these rows, and added in float64: over replicas in the order of the tree, and
-        batch by batch. The bits depend on the number of replicas and the batch size, not on the instances.
+        are weighted by the number of these rows, or by the weights of the losses if they have any. They are added in
+        float64: over replicas in the order of the tree, and batch by batch. The bits depend on the number of replicas
+        and the batch size, not on the instances.
 
         Args:
             dataset: A data set of `strategies.torch.distribute_dataset` with `remainder="pad"`, the rest of whose epoch

@@ -261,6 +261,36 @@ def refuse_groups(module: torch.nn.Module, optimizer: torch.optim.Optimizer, opt
         )
 
 
+def refuse_weights(module: torch.nn.Module, options: TorchOptions) -> None:
+    """Raise if the weights of losses cannot be heeded.
+
+    Raises:
+        StrategyError: If a parameter has a row for each group of replicas.
+        ValueError: If gradients travel as float16.
+    """
+    for name, parameter in module.named_parameters():
+        if groups_of(parameter) is not None:
+            raise StrategyError(
+                f"losses have weights, but {name} has a row for each group of replicas, and weighted means are over "
+                "all of them; leave the weights out, or let all replicas share the parameter"
+            )
+        if parameter.requires_grad and not options.transfer.is_quantised:
+            refuse_float16(name, options.transfer.dtype_of(dtype_of(parameter)))
+
+
+def refuse_float16(name: str, dtype: np.dtype) -> None:
+    """Raise if gradients that are multiplied by the weights of losses would travel as float16.
+
+    Raises:
+        ValueError: If they would.
+    """
+    if dtype == np.float16:
+        raise ValueError(
+            f"losses have weights, but the gradient of {name} travels as float16, which overflows when it is "
+            "multiplied by large weights; use gradient_transfer_dtype='bfloat16', or no weights"
+        )
+
+
 def refuse_optimizers(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
     """Raise if an optimizer cannot update a module.
 

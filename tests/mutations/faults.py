@@ -11,8 +11,10 @@ from faults_in_poprun import IN_POPRUN
 from faults_in_simulation import IN_SIMULATION
 from faults_in_strategies import IN_STRATEGIES
 from faults_in_timelines import IN_TIMELINES
+from faults_in_torch_weights import IN_TORCH_WEIGHTS
+from faults_in_weights import IN_WEIGHTS
 
 FAULTS = (
     *(*IN_COLLECTIVES, *IN_SIMULATION, *IN_STRATEGIES, *IN_PIPELINES, *IN_FRONT_ENDS, *IN_POPDIST, *IN_POPRUN),
-    *(*IN_TIMELINES, *IN_DEVICE_STEPS),
+    *(*IN_TIMELINES, *IN_DEVICE_STEPS, *IN_WEIGHTS, *IN_TORCH_WEIGHTS),
 )

@@ -101,8 +101,8 @@ IN_STRATEGIES = (
     Fault(
         name="an overflowed step is applied",
         path="strategies/jax/engine.py",
-        old="pending.is_finite = bool(tail[program.finite_place] == 0)",
-        new="pending.is_finite = True",
+        old="pending.is_applied = is_weighted and is_finite",
+        new="pending.is_applied = is_weighted",
         caught_by="tests/strategies/engines/test_engines.py::test_an_overflow_on_one_replica_changes_the_step_and_the_scale_alone",
     ),
     Fault(

@@ -11,6 +11,7 @@ from collectives import instruments
 from collectives.calls import Call
 from collectives.instruments import Instrument
 from popdist.environments.detection import ENVIRONMENTS, detect_instance
+from popdist.environments.flux import FluxTaskEnvironment
 from popdist.environments.open_mpi import OpenMPIEnvironment
 from popdist.environments.poprun import PopRunEnvironment, process_index
 from popdist.environments.single import AloneEnvironment, SingleEnvironment
@@ -204,6 +205,22 @@ class TestSingle:
             detect_instance({}, num_replicas=0)
 
 
+class TestFlux:
+    def task(self, rank, size):
+        return {"FLUX_JOB_ID": "f9", "FLUX_TASK_RANK": str(rank), "FLUX_JOB_SIZE": str(size)}
+
+    def test_several_tasks_are_refused_because_nothing_connects_them(self):
+        with pytest.raises(EnvironmentMismatchError, match="FLUX_TASK_RANK=1, FLUX_JOB_SIZE=2.*poprun in `flux alloc`"):
+            detect_instance(self.task(1, 2))
+
+    def test_a_single_task_is_a_single_instance(self):
+        instance = detect_instance(self.task(0, 1), num_replicas=4)
+        assert (instance.count, instance.local_replicas) == (1, 4)
+
+    def test_instances_that_poprun_starts_in_a_task_are_its_own(self):
+        assert detect_instance(self.task(0, 1) | poprun_variables(index=1, count=2)).index == 1
+
+
 def test_environments_are_detected_from_specific_to_general():
     assert [type(environment) for environment in ENVIRONMENTS] == [
         AloneEnvironment,
@@ -212,6 +229,7 @@ def test_environments_are_detected_from_specific_to_general():
         SlurmEnvironment,
         TFConfigEnvironment,
         SlurmWithoutPMIxEnvironment,
+        FluxTaskEnvironment,
         SingleEnvironment,
     ]
 

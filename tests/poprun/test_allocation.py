@@ -78,9 +78,47 @@ MPIJOB = {
 }
 """The launcher of an MPIJob with two workers of slotsPerWorker 2, MPI Operator v2beta1."""
 MPIJOB_FILES = {
-    "/etc/mpi/hostfile": "digits-worker-0.digits-worker.default.svc slots=2\n"
-    "digits-worker-1.digits-worker.default.svc slots=2\n"
+    "/etc/mpi/hostfile": "digits-worker-0.digits.default.svc slots=2\ndigits-worker-1.digits.default.svc slots=2\n"
 }
+
+SGE_FILE = "/var/spool/gridengine/execd/n01/active_jobs/42.1/pe_hostfile"
+SGE = {
+    "ARC": "lx-amd64",
+    "ENVIRONMENT": "BATCH",
+    "JOB_ID": "42",
+    "JOB_NAME": "train",
+    "NHOSTS": "2",
+    "NQUEUES": "3",
+    "NSLOTS": "7",
+    "PE": "mpi",
+    "PE_HOSTFILE": SGE_FILE,
+    "QUEUE": "all.q",
+    "SGE_CELL": "default",
+    "SGE_ROOT": "/var/lib/gridengine",
+}
+"""`qsub -pe mpi 7`, Son of Grid Engine 8.1.9 (sge_pe(5)); n02 gives slots of two queues."""
+SGE_FILES = {
+    SGE_FILE: "n01.cluster 4 all.q@n01.cluster UNDEFINED\nn02.cluster 2 all.q@n02.cluster <NULL>\n"
+    "n02.cluster 1 night.q@n02.cluster 0,1\n"
+}
+
+SKYPILOT = {
+    "SKYPILOT_NODE_IPS": "10.128.0.5\n10.128.0.6\n",
+    "SKYPILOT_NODE_RANK": "0",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_TASK_ID": "sky-2026-11-27-18-00-00-000000_train_1",
+}
+"""The first node of a task with `num_nodes: 2` and `accelerators: H100:8`, SkyPilot 0.10."""
+
+FLUX = {"FLUX_URI": "local:///tmp/flux-Yq3mXj/local-0", "FLUX_ENCLOSING_ID": "f2e73NP"}
+"""The script of `flux batch -N2`: Flux sets no other variable for it (flux-environment(7))."""
+FLUX_R = (
+    '{"version": 1, "execution": {"R_lite": [{"rank": "0-1", "children": {"core": "0-3", "gpu": "0"}}, '
+    '{"rank": "2", "children": {"core": "0,2-5"}}], "starttime": 0.0, "expiration": 0.0, '
+    '"nodelist": ["fluke[6-7]", "login"]}}'
+)
+"""A resource set in the format of RFC 20."""
 
 HOSTFILE = {"PRTE_MCA_prte_default_hostfile": "/home/alice/hosts"}
 HOSTFILE_FILES = {
@@ -110,7 +148,7 @@ LARGER_JOB = {
     "SLURM_JOB_NUM_NODES": "5",
 }
 WITHOUT_PAIRS = {name: value for name, value in LSF.items() if name != "LSB_MCPU_HOSTS"}
-WORKERS = {f"digits-worker-{i}.digits-worker.default.svc": 2 for i in (0, 1)}
+WORKERS = {f"digits-worker-{i}.digits.default.svc": 2 for i in (0, 1)}
 PATH = "/etc/mpi/hostfile"
 
 
@@ -151,20 +189,31 @@ PATH = "/etc/mpi/hostfile"
         pytest.param(
             WITHOUT_PAIRS, LSF_FILES, {"grid03": 1, "grid05": 1, "grid01": 2}, "LSF job 11813", id="the-file-of-lsf"
         ),
-        pytest.param(MPIJOB, MPIJOB_FILES, WORKERS, "the MPIJob of Kubernetes", id="workers-of-an-mpijob"),
+        pytest.param(MPIJOB, MPIJOB_FILES, WORKERS, "the MPI job of Kubernetes", id="workers-of-an-mpijob"),
         pytest.param(
             {"K_MPI_JOB_ROLE": "launcher", "PRTE_MCA_prte_default_hostfile": PATH},
             MPIJOB_FILES,
             WORKERS,
-            "the MPIJob of Kubernetes",
+            "the MPI job of Kubernetes",
             id="the-variable-of-open-mpi-5-set-by-hand",
         ),
         pytest.param(
             {"OMPI_MCA_orte_default_hostfile": PATH},
             MPIJOB_FILES,
             WORKERS,
-            "the MPIJob of Kubernetes",
-            id="older-operators-are-known-by-the-path",
+            "the MPI job of Kubernetes",
+            id="a-trainjob-is-known-by-the-path",
+        ),
+        pytest.param(SGE, SGE_FILES, {"n01.cluster": 4, "n02.cluster": 3}, "Grid Engine job 42", id="queues-add-up"),
+        pytest.param(
+            SKYPILOT,
+            {},
+            {"10.128.0.5": 8, "10.128.0.6": 8},
+            "the task of SkyPilot",
+            id="the-gpus-of-skypilot-are-slots",
+        ),
+        pytest.param(
+            records.JOB_OF_3 | SKYPILOT, {}, {"h0": 2, "h1": 1}, "Slurm job", id="skypilot-on-slurm-has-slurm-s-hosts"
         ),
         pytest.param(HOSTFILE, HOSTFILE_FILES, {"fast": 5, "slow": 1}, "the hostfile /home/alice/hosts", id="hostfile"),
         pytest.param(
@@ -221,6 +270,19 @@ def test_without_an_allocation_no_hosts_are_found(environ):
             for value in ("grid03", "grid03 one", "grid03 1 grid05", "grid03 0")
         ),
         (LSF | {"LSB_DJOB_NUMPROC": "8"}, {}, "LSB_DJOB_NUMPROC=8, and the hosts have 4 slots"),
+        (SGE | {"NSLOTS": "8"}, SGE_FILES, "Grid Engine contradict .*NSLOTS=8, and the hosts have 7 slots"),
+        (SGE, {}, f"PE_HOSTFILE={SGE_FILE} cannot be read"),
+        (SGE, {SGE_FILE: "\n"}, "NSLOTS=7, and the hosts have 0 slots"),
+        *(
+            (SGE, {SGE_FILE: f"n01 7 all.q\n{line}\n"}, f"line 2: '{line}' is not a host with its slots; .*--host")
+            for line in ("n02", "n02 two", "n02 0 all.q", "n02 -1", "n02 ²")
+        ),
+        (SKYPILOT | {"SKYPILOT_NODE_RANK": "1"}, {}, r'SKYPILOT_NODE_RANK=1.*if \[ "\$SKYPILOT_NODE_RANK" = 0 \]'),
+        (SKYPILOT | {"SKYPILOT_NUM_NODES": "3"}, {}, "SKYPILOT_NUM_NODES=3, and SKYPILOT_NODE_IPS has 2 addresses"),
+        (SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "0.5"}, {}, "PER_NODE=0.5 is not a whole number"),
+        ({"SKYPILOT_NODE_IPS": ""}, {}, "the task of SkyPilot has no host"),
+        (FLUX | {"FLUX_JOB_ID": "f9", "FLUX_JOB_SIZE": "4"}, {}, r"one of several tasks \(FLUX_JOB_SIZE=4\)"),
+        (FLUX | {"PATH": "/nowhere"}, {}, "FLUX_URI=local:.* but `flux resource R` failed: No such file .*--host"),
         ({"K_MPI_JOB_ROLE": "launcher", "HYDRA_HOST_FILE": PATH}, MPIJOB_FILES, "`mpiImplementation: OpenMPI`"),
         (
             HOSTFILE,
@@ -239,6 +301,73 @@ def test_without_an_allocation_no_hosts_are_found(environ):
 def test_an_unreadable_allocation_is_refused_with_the_way_out(environ, files, message):
     with pytest.raises(UsageError, match=message):
         find(environ, files)
+
+
+def test_nodes_of_skypilot_without_gpus_take_any_number_of_instances():
+    allocation = find(SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "0"})
+    assert (slots_of(allocation), allocation.slots) == ({"10.128.0.5": None, "10.128.0.6": None}, None)
+
+
+def test_daemons_in_a_job_of_grid_engine_are_started_by_ssh():
+    assert dict(find(SGE, SGE_FILES).variables) == {"PRTE_MCA_plm_ssh_disable_qrsh": "1"}
+
+
+class TestFlux:
+    @pytest.fixture
+    def answering(self, tmp_path):
+        """Return a function that puts a command `flux` into PATH; it notes its words and answers."""
+
+        def answer(text="", said="", status=0):
+            command = tmp_path / "flux"
+            words = tmp_path / "words"
+            answers = {"out": text, "err": said}
+            for name, content in answers.items():
+                (tmp_path / name).write_text(content)
+            command.write_text(
+                f'#!/bin/sh\necho "$@" >{words}\ncat {tmp_path}/out\ncat {tmp_path}/err >&2\nexit {status}\n'
+            )
+            command.chmod(0o755)
+            return {"PATH": f"{tmp_path}:/usr/bin:/bin"}, words
+
+        return answer
+
+    @pytest.mark.parametrize(
+        ("job", "asked", "source"),
+        [
+            ({}, "resource R", "Flux job f2e73NP"),
+            ({"FLUX_JOB_ID": "f9X", "FLUX_JOB_SIZE": "1"}, "job info f9X R", "Flux job f9X"),
+        ],
+    )
+    def test_hosts_have_a_slot_for_each_core(self, answering, job, asked, source):
+        path, words = answering(FLUX_R)
+        allocation = find(FLUX | path | job)
+        assert list(slots_of(allocation).items()) == [("fluke6", 4), ("fluke7", 4), ("login", 5)]
+        assert (words.read_text().strip(), allocation.source) == (asked, source)
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "",
+            "[]",
+            "null",
+            FLUX_R.replace("fluke[6-7]", "fluke6"),
+            FLUX_R.replace("0-1", "0-x"),
+            FLUX_R.replace('"core": "0-3", ', ""),
+            FLUX_R.replace('["fluke[6-7]", "login"]', '"fluke"'),
+            FLUX_R.replace("execution", "executions"),
+        ],
+    )
+    def test_an_unknown_answer_is_quoted(self, answering, text):
+        path, _ = answering(text)
+        with pytest.raises(UsageError, match="the resources of Flux cannot be understood: .*--host"):
+            find(FLUX | path)
+
+    def test_the_error_of_flux_is_passed_on(self, answering):
+        path, _ = answering(said="flux-resource: ERROR: Unable to connect to Flux\n", status=1)
+        with pytest.raises(
+            UsageError, match="`flux resource R` failed: flux-resource: ERROR: Unable to connect.*--host"
+        ):
+            find(FLUX | path)
 
 
 class TestSlurm:

@@ -10,7 +10,7 @@ from poprun.hosts.hosts import Host
 from poprun.hosts.remote import Remote
 from poprun.hosts.this_machine import Core
 from poprun.ipc.wire import mark, unmark
-from poprun.launch.launch import AGENT, Launch, build_command
+from poprun.launch.launch import AGENT, Across, Launch, build_command
 from poprun.launch.placement import place_instances
 from poprun.launch.variables import extra_variables, meeting_point
 
@@ -341,3 +341,10 @@ def test_mpirun_never_sees_a_program_word_as_its_own(word):
     assert command(word, word, **TWO) == [f"+{word}" if each in ("train", "3") else each for each in plain]
     assert plain.count(":") == 1
     assert plain.count(str(AGENT)) == 2
+
+
+def test_a_host_is_found_by_the_name_of_its_kernel():
+    """Agents report the kernel's name; ssh needs the name that the user wrote."""
+    across = Across(others=("pod-0.job", "10.0.0.2", "n1"), names={"pod-0.job": "pod-0", "10.0.0.2": "n2"})
+    assert across.others_called({"pod-0", "n2"}) == {"pod-0.job", "10.0.0.2"}
+    assert across.others_called({"n1", "elsewhere"}) == {"n1"}

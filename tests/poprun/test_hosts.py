@@ -144,6 +144,25 @@ class TestThisMachine:
             assert found is (is_own or name == own)
         assert is_named(name, [own], lambda host: (), {"10.0.0.1"}.__contains__) is (name == own)
 
+    @pytest.mark.parametrize(
+        ("name", "is_this"),
+        [
+            ("pod-0.job", True),
+            ("Pod-0.job.default.svc", True),
+            ("pod-0.job.default.svc.cluster.local", True),
+            ("pod-0.jo", False),
+            ("pod-0.other", False),
+            ("pod-0.job.default.svc.cluster.local.x", False),
+            ("pod-1.job", False),
+        ],
+    )
+    def test_a_pod_is_recognised_by_the_beginning_of_its_full_name(self, name, is_this):
+        """Nobody knows its address yet."""
+        found = is_named(
+            name, ["pod-0"], lambda host: (), lambda address: False, lambda: "pod-0.job.default.svc.cluster.local"
+        )
+        assert found is is_this
+
     def test_other_names_are_not_looked_up(self):
         assert not is_named("node1.east", ["node0.east", "localhost", "127.0.0.1"], {}.__getitem__, {}.__getitem__)
 

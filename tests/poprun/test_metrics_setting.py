@@ -71,3 +71,16 @@ def test_a_missing_library_is_refused_only_for_programs_of_the_same_environment(
     with pytest.raises(UsageError, match="no_such_module is not installed; run: pip install wandb"):
         check_sinks(settings("--metrics wandb", program=sys.executable), (HERE,), FIRST, {})
     check_sinks(settings("--metrics wandb", program="/bin/sh"), (HERE,), FIRST, {})
+
+
+def test_norms_and_histograms_are_asked_for_by_variables():
+    asked = {"POPDIST_NORMS_EVERY": "10", "POPDIST_HISTOGRAMS_EVERY": "0"}
+    assert job_variables(settings("--norms-every 10")) == asked
+    assert job_variables(settings("--histograms-every=5 --norms-every 10"))["POPDIST_HISTOGRAMS_EVERY"] == "5"
+    assert job_variables(settings("--norms-every 0")) == {}
+
+
+@pytest.mark.parametrize("text", ["--norms-every -1", "--norms-every 1.5", "--histograms-every often"])
+def test_numbers_of_steps_that_are_none_are_refused(text):
+    with pytest.raises(UsageError, match=text.split()[0]):
+        settings(text)

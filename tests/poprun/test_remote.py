@@ -3,6 +3,9 @@
 import socket
 from dataclasses import replace
 
+import pytest
+
+from poprun.errors import UsageError
 from poprun.hosts.remote import Remote, forwarded_names, mpirun_options, need_domains, ssh_options
 from poprun.ipc.sockets import keep_alive, probing_times
 
@@ -54,6 +57,24 @@ def test_a_dry_run_without_a_known_network_names_none():
 def test_the_user_s_ssh_options_come_first():
     assert ssh_options({"POPRUN_SSH_ARGS": "-p 22 -o BatchMode=no"})[:4] == ("-p", "22", "-o", "BatchMode=no")
     assert "BatchMode=yes" in ssh_options({})
+
+
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [
+        (["OMPI_MCA_plm_rsh_args"], ["-o", "OMPI_MCA_plm_rsh_args"]),
+        (["OMPI_MCA_plm_rsh_args", "PRTE_MCA_plm_ssh_args"], ["-o", "PRTE_MCA_plm_ssh_args"]),
+        (["OMPI_MCA_plm_ssh_args", "POPRUN_SSH_ARGS"], ["-o", "POPRUN_SSH_ARGS", "-o", "OMPI_MCA_plm_ssh_args"]),
+    ],
+)
+def test_open_mpi_s_variable_of_ssh_options_counts_too(names, first):
+    options = ssh_options({name: f"-o {name}" for name in names})
+    assert list(options) == [*first, *ssh_options({})]
+
+
+def test_ssh_options_with_an_open_quote_are_refused_with_their_variable():
+    with pytest.raises(UsageError, match="^PRTE_MCA_plm_ssh_args cannot be split into words"):
+        ssh_options({"PRTE_MCA_plm_ssh_args": "-o 'x"})
 
 
 def test_variables_that_shape_results_are_forwarded_and_machine_specific_ones_are_not():

@@ -18,7 +18,15 @@ from poprun.errors import UsageError
 from poprun.hosts import survey_script
 from poprun.hosts.host_facts import HostFacts, HostFault, HostQuestion, facts_from, question_about
 from poprun.hosts.ssh import name_behind, remote_words, ssh_words, way_out_of
-from poprun.hosts.survey import LONGEST_AGE_S, SurveyCache, cache_folder, limit_from, stamp_of, survey
+from poprun.hosts.survey import (
+    LONGEST_AGE_S,
+    SurveyCache,
+    cache_folder,
+    limit_from,
+    stamp_of,
+    survey,
+    survey_starting,
+)
 from poprun.hosts.this_machine import Core, is_this_machine, usable_cores
 
 LIMIT_S = 60.0
@@ -124,6 +132,48 @@ def test_a_changed_host_key_gets_its_own_advice(question):
 def test_the_last_message_of_ssh_is_the_reason():
     said = "Permission denied, try again.\nssh: connect to host far port 22: Connection refused\nrsync error: 255"
     assert way_out_of(said, "far").startswith("start sshd there")
+
+
+class TestStarting:
+    """Hosts that may start later than poprun; each first call of ssh to a host leaves a file behind."""
+
+    @pytest.fixture
+    def first_says(self, tmp_path, monkeypatch):
+        """Return a function that makes an ssh whose first call fails; later ones run the command here."""
+        monkeypatch.setattr("poprun.hosts.survey.PAUSE_S", 0.01)
+
+        def make(complaint):
+            called = f"{tmp_path}/called-$2"
+            return pretend(
+                f'if [ -e "{called}" ]; then eval "$3"; else : >"{called}"; echo "{complaint}" >&2; exit 255; fi'
+            )
+
+        return make
+
+    @pytest.mark.parametrize(
+        "complaint",
+        [
+            "ssh: Could not resolve hostname far: Name or service not known",
+            "ssh: connect to host far port 2222: Connection refused",
+            "ssh: connect to host far port 2222: No route to host",
+        ],
+    )
+    def test_a_host_is_asked_until_it_answers(self, question, first_says, complaint, capfd):
+        found = survey_starting(["far", "near"], question, first_says(complaint), LIMIT_S, LIMIT_S)
+        assert [type(each) for each in found.values()] == [HostFacts, HostFacts]
+        [line] = capfd.readouterr().err.splitlines()
+        assert line.endswith(
+            f"waiting until far, near can be reached ({complaint}), for 60 s at most (--start-timeout-s)"
+        )
+
+    def test_a_host_that_refuses_the_key_is_asked_once(self, question, first_says, capfd):
+        ssh = first_says("me@far: Permission denied (publickey).")
+        assert isinstance(survey_starting(["far"], question, ssh, LIMIT_S, LIMIT_S)["far"], HostFault)
+        assert capfd.readouterr().err == ""
+
+    def test_outside_of_kubernetes_each_host_is_asked_once(self, question, first_says):
+        fault = survey_starting(["far"], question, first_says("Connection refused"), LIMIT_S, 0)["far"]
+        assert fault == HostFault("far", "Connection refused", fault.way_out, may_be_starting=True)
 
 
 def test_an_invalid_answer_is_a_fault(question):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,8 @@ NAMES = (
     *("data", "forward and backward", "exchange", "update", "checkpoint", "compile"),
     *("loss", "memory", "wait for cores", "all_reduce 'gradients'", "train.py:12"),
 )
+NUMBERS = ("gradient_norm", "gradient_norm/a", "gradient_norm/b", "weight_norm", "weight_norm/a", "learning_rate")
+NAMES += NUMBERS
 MOST_HOSTS = 4
 
 
@@ -34,6 +36,10 @@ NAMES += tuple(
 _NUMBERS = {name: number for number, name in enumerate(NAMES)}
 _SAID = {number: {"name": name} for name, number in _NUMBERS.items()}
 _SAID[_NUMBERS["all_reduce 'gradients'"]] |= {"call": "all_reduce 'gradients' (sum)", "operation": "all_reduce"}
+
+
+def _usual_loss(step: int) -> float:
+    return 1 / (1 + step)
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,7 @@ class Made:
         between_ms: The time of the program's own code between steps, in its line 12, by instances that have any.
         pauses_ms: The time of that code before some steps: (instance, step): ms.
         delays_ms: Additional time to compute in some steps: (instance, step): ms.
+        told: Numbers of the training in each step, by name; "loss" replaces 1 / (1 + step).
         jitter: The relative variation of all times.
         seed: The seed of that variation.
     """
@@ -72,6 +79,7 @@ class Made:
     between_ms: dict[int, float] = field(default_factory=dict)
     pauses_ms: dict[tuple[int, int], float] = field(default_factory=dict)
     delays_ms: dict[tuple[int, int], float] = field(default_factory=dict)
+    told: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
     all_input_ms: float = 0.2
     jitter: float = 0.05
     seed: int = 0
@@ -87,8 +95,11 @@ class Made:
             for instance, page in enumerate(pages):
                 self._exchange(instance, page, came)
                 page.phase("update", MS * random.uniform(0.9, 1.1))
+                for name, number in self.told.items():
+                    if name != "loss":
+                        page.measured(name, number(step))
                 page.note(EventKind.STEP_ENDS, value=64)
-                page.measured("loss", 1 / (1 + step))
+                page.measured("loss", self.told.get("loss", _usual_loss)(step))
                 page.measured("memory", 1e8 + 1e5 * step)
                 page.waited += self.core_wait_ms.get(instance, 0.1) / 1e3
                 page.measured("wait for cores", page.waited)

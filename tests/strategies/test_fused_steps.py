@@ -16,8 +16,8 @@ from strategies.jax.gradients.replica_program import (
     Precision,
     ReplicaProgram,
     ReplicaShapes,
-    control_words,
 )
+from strategies.jax.gradients.tail import control_words
 from strategies.jax.updates.update import UpdateSettings, WholeStateUpdate
 from strategies.train_state import TrainState
 

@@ -9,7 +9,7 @@ from tiers import first_of
 
 import strategies
 from strategies import LossScaling, Trainer, cross_replica_ops
-from strategies.jax.gradients.replica_program import control_words
+from strategies.jax.gradients.tail import control_words
 from strategies.jax.updates.arithmetic import round_stochastically
 from strategies.jax.updates.update import UpdateSettings, WholeStateUpdate
 

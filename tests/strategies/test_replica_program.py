@@ -10,16 +10,13 @@ from strategies.exchange.transfer import GradientTransfer
 from strategies.jax.gradients.arguments import Trainable
 from strategies.jax.gradients.model_state import ModelStateRule
 from strategies.jax.gradients.replica_program import (
-    LOSS_SCALE,
-    NOTICE,
-    STEP,
     Accumulation,
     Precision,
     ReplicaProgram,
     ReplicaShapes,
-    control_words,
     float_dtype,
 )
+from strategies.jax.gradients.tail import LOSS_SCALE, NOTICE, STEP, control_words
 
 REPLICAS = 4
 VARIABLES = {"b": np.float32(0.5), "w": np.float32([1, -2, 4])}
@@ -140,24 +137,24 @@ class TestTheTail:
     @pytest.mark.parametrize("checks", [False, True])
     def test_the_tail_has_the_declared_length(self, strategy, scales, checks):
         program = program_of(strategy, self.loss, precision=Precision(scales_loss=scales), checks=checks)
-        assert program.flags == (2 * REPLICAS if checks else 0)
-        assert (program.notice_place, program.finite_place) == (3, 4)
+        assert program.places.flags == (2 * REPLICAS if checks else 0)
+        assert (program.places.notice, program.places.finite) == (3, 4)
         tail, _ = run(program)
-        assert tail.shape == (program.tail_size,) == (4 + scales + program.flags,)
+        assert tail.shape == (program.places.size,) == (4 + scales + program.places.flags,)
 
     @pytest.mark.parametrize("notice", [False, True])
     def test_the_tail_has_the_notice_at_its_place(self, strategy, notice):
         program = program_of(strategy, self.loss, precision=Precision(scales_loss=True), checks=True)
         tail, _ = run(program, notice=notice)
-        assert tail[program.notice_place] == notice
-        assert not tail[program.notice_place + 1 :].any()
+        assert tail[program.places.notice] == notice
+        assert not tail[program.places.notice + 1 :].any()
 
     def test_the_tail_flags_each_non_finite_gradient_of_each_replica(self, strategy):
         """Each variable has a row of flags, in tree order, and each replica a column."""
         program = program_of(strategy, lambda v, batch, key: linear(v, batch, key) + v["b"] * jnp.inf, checks=True)
         for replica in range(REPLICAS):
             tail, _ = run(program, replica)
-            flags = tail[-program.flags :].reshape(2, REPLICAS)
+            flags = tail[-program.places.flags :].reshape(2, REPLICAS)
             assert np.argwhere(flags).tolist() == [[0, replica]]
 
 
@@ -229,13 +226,13 @@ class TestTheLossScale:
             if place is not None:
                 x.flat[place] = bad
             tail, _ = run(program, batch=BATCH | {"x": x})
-            assert tail[program.finite_place] == wanted
+            assert tail[program.places.finite] == wanted
 
     @pytest.mark.parametrize(("transfer", "wanted"), [(None, 0), ("bfloat16", 0), ("float16", 1)])
     def test_an_overflow_in_the_transfer_dtype_is_flagged(self, strategy, transfer, wanted):
         program = program_of(strategy, precision=self.SCALED, transfer=transfer)
         tail, _ = run(program, scale=2.0**15)
-        assert tail[program.finite_place] == wanted
+        assert tail[program.places.finite] == wanted
 
 
 class TestTransferredGradients:
@@ -275,8 +272,8 @@ class TestTransferredGradients:
         x[0, 1] = value
         residuals = [np.zeros(1, np.float32), np.zeros(3, np.float32)]
         tail, _ = run(program, 2, scale=2.0**10, batch=BATCH | {"x": x}, residuals=residuals)
-        assert tail[program.finite_place] == 1
-        assert np.argwhere(tail[-program.flags :].reshape(2, REPLICAS)).tolist() == [[1, 2]]
+        assert tail[program.places.finite] == 1
+        assert np.argwhere(tail[-program.places.flags :].reshape(2, REPLICAS)).tolist() == [[1, 2]]
 
 
 class TestTheKey:

@@ -84,6 +84,13 @@ def test_a_spare_takes_the_place_of_a_lost_instance(lost, step, phase):
     check(found, train, lost=[lost])
 
 
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.complete), 1])
+def test_a_spare_takes_a_place_where_gradients_stay_on_the_devices(monkeypatch, lost):
+    monkeypatch.setenv("POPDIST_EXCHANGE", "window")
+    found = run_with_spares(3, 1, REPLICAS, train, [f"kill:instance={lost},step=3,phase=update"])
+    check(found, train, lost=[lost], instances=3)
+
+
 def test_two_spares_take_the_places_of_two_lost_instances():
     faults = ["kill:instance=0,step=1,phase=all_reduce", "kill:instance=2,step=1,phase=all_reduce"]
     check(run_with_spares(3, 2, REPLICAS, train, faults), train, lost=[0, 2], instances=3)

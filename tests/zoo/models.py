@@ -88,6 +88,9 @@ MODELS = {
     ),
     "bfloat16": _attention(compute_dtype="bfloat16"),
     "float16": _mlp(compute_dtype="float16", loss_scaling="dynamic"),
+    "weighted": Model(
+        sequences.weighted_loss, lambda: variables_of(table=(WORDS, 64), hidden=(64, 33), last=(33, 40)), sentences
+    ),
 }
 
 FOR_OPTIMIZERS = Model(images.wide_loss, lambda: variables_of(matrix=(257, 257), bias=(257,)), digits, 8)

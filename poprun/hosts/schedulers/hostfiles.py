@@ -1,7 +1,8 @@
 """The default hostfiles of Open MPI, which mpirun too uses outside of a batch system, and of Kubernetes.
 
-The MPI Operator of Kubernetes (https://github.com/kubeflow/mpi-operator, v2beta1) mounts a hostfile in the launcher of
-an MPIJob, and names it in a variable of Open MPI 4, which Open MPI 5 ignores.
+The operators of Kubeflow (https://github.com/kubeflow/mpi-operator, v2beta1, and https://github.com/kubeflow/trainer)
+mount a hostfile in the launcher of an MPIJob or TrainJob, and name it in a variable of Open MPI 4, which Open MPI 5
+ignores.
 """
 
 from __future__ import annotations
@@ -23,14 +24,18 @@ ROLE = "K_MPI_JOB_ROLE"
 LAUNCHER = "launcher"
 DEFAULT_PATH = "/etc/mpi/hostfile"
 
+SHORT_NAMES = (("PRTE_MCA_prte_keep_fqdn_hostnames", "0"),)
+"""If Open MPI 5 keeps the domains, it takes the launcher's own name in the hostfile for another host, and calls ssh
+(https://github.com/kubeflow/trainer/issues/4028). The names of pods differ before the first dot."""
+
 
 class KubernetesScheduler(Scheduler):
-    """The workers of an MPIJob; the launcher itself is no worker."""
+    """The pods of an MPIJob or a TrainJob; the launcher is among them only if the job runs it as a node."""
 
     variables = (ROLE, *VARIABLES)
 
     def allocation(self, environ: Mapping[str, str], read_text: ReadText) -> Allocation | None:
-        """Read the operator's hostfile; older operators set only the variable that names it."""
+        """Read the operator's hostfile; only the MPI Operator sets a variable for the role."""
         variable = hostfile_variable(environ)
         if environ.get(ROLE) != LAUNCHER and (variable is None or environ[variable] != DEFAULT_PATH):
             return None
@@ -41,8 +46,10 @@ class KubernetesScheduler(Scheduler):
             )
         return Allocation(
             hosts=read_hosts(environ, variable, read_text),
-            source="the MPIJob of Kubernetes",
-            way_to_more="raise slotsPerWorker of the MPIJob",
+            source="the MPI job of Kubernetes",
+            way_to_more="raise slotsPerWorker of the MPIJob, or numProcPerNode of the TrainJob",
+            variables=SHORT_NAMES,
+            may_be_starting=True,
         )
 
 

@@ -29,6 +29,7 @@ class Allocation:
         way_to_more: The way to ask for more slots, for messages.
         variables: Further environment variables that mpirun needs.
         shell: The words that run a command on one of the hosts, in place of ssh. Empty: ssh.
+        may_be_starting: Whether hosts may start later than poprun, which then waits for them.
     """
 
     hosts: tuple[Host, ...]
@@ -36,6 +37,7 @@ class Allocation:
     way_to_more: str
     variables: tuple[tuple[str, str], ...] = ()
     shell: tuple[str, ...] = ()
+    may_be_starting: bool = False
 
     def __post_init__(self) -> None:
         names = [host.name for host in self.hosts]

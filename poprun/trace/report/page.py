@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 import numpy as np
 
+from popdist.records.distribution_settings import GRADIENT_NORM, LEARNING_RATE
 from popdist.timeline.gauges import MEMORY
 from poprun.cli.wording import count
 from poprun.trace.merging import RecordedJob
@@ -22,7 +24,9 @@ from poprun.trace.report.text import (
     period_rows,
     share_rows,
     time_text,
+    training_rows,
 )
+from poprun.trace.report.training import Curve, layer_rows, layers_in, title_of, whole
 from poprun.trace.report.verdict import TimelineReport
 
 _STYLE = (
@@ -49,6 +53,10 @@ def report_page(job: RecordedJob, verdict: TimelineReport) -> str:
         _section("Instances", _table(instance_rows(job, verdict))),
         _section("Critical paths", *_draw_paths(verdict)),
     ]
+    if rows := training_rows(verdict):
+        blocks.append(_section("Training", _draw_training(verdict), _table(rows)))
+    if rows := layer_rows(verdict.curves):
+        blocks.append(_section("Layers", _draw_layers(verdict), _table(rows)))
     if job.periods:
         blocks.append(_section("Replicas of each instance", _table(period_rows(job))))
     if said := changes(verdict):
@@ -99,6 +107,39 @@ def _draw_steps(verdict: TimelineReport) -> str:
     return f"<p>The whole step, and each instance's own work and input.{escape(said)}</p>{_wide(drawn)}"
 
 
+def _draw_training(verdict: TimelineReport) -> str:
+    """Draw the duration of each step, and below it what the training told, all over the same time."""
+    table, curves = verdict.table, whole(verdict.curves)
+    first = int(np.flatnonzero(table.is_settled)[0])
+    end_s = (table.end_ns.max(axis=0) - table.begin_ns.min()) / 1e9
+    lasted_ms = table.lasted_ns.max(axis=0) / 1e6
+    begin_s = float(end_s[first] - lasted_ms[first] / 1e3)
+    numbers = {title_of(name): _finite(curve, begin_s) for name, curve in curves.items()}
+    across = Across("s", begin_s, max(float(x.max(initial=end_s[-1])) for x, _ in numbers.values()))
+    of_steps = {"duration of a step": (end_s[first:], lasted_ms[first:])}
+    pictures = [draw_curves(of_steps, "ms", across, float(lasted_ms[table.is_settled].max()))]
+    rates = {title: curve for title, curve in numbers.items() if title.startswith(title_of(LEARNING_RATE))}
+    pictures += [draw_curves({title: curve}, "", across) for title, curve in numbers.items() if title not in rates]
+    pictures.append(draw_curves(rates, "", across))
+    said = f"All over the time since the first step began, from step {table.steps[first]} on."
+    return f"<p>{said}</p>{''.join(map(_wide, pictures))}"
+
+
+def _draw_layers(verdict: TimelineReport) -> str:
+    """Draw the gradient norms of the layers that have grown most, over the steps."""
+    chosen = {layer: verdict.curves[f"{GRADIENT_NORM}/{layer}"] for layer in layers_in(verdict.curves)[:_MOST_LAYERS]}
+    drawn = {layer: (curve.steps.astype(np.float64), curve.values) for layer, curve in chosen.items()}
+    finite = {layer: (x[np.isfinite(y)], y[np.isfinite(y)]) for layer, (x, y) in drawn.items()}
+    said = "The gradient norms of the layers with the largest growth over their median."
+    return f"<p>{said}</p>{_wide(draw_curves(finite, '', 'step'))}"
+
+
+def _finite(curve: Curve, begin_s: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the times and the numbers of a curve from a time on, without numbers that are not finite."""
+    chosen = np.isfinite(curve.values) & (curve.time_s >= begin_s)
+    return curve.time_s[chosen], curve.values[chosen]
+
+
 def _draw_paths(verdict: TimelineReport) -> list[str]:
     parts = []
     for (title, words), (_, path) in zip(paths(verdict), (verdict.median_path, verdict.slowest_path), strict=True):
@@ -124,6 +165,7 @@ def _draw_memory(job: RecordedJob, verdict: TimelineReport) -> str:
 
 _WIDTH, _LEFT, _ROW, _BAR = 900, 200, 30, 20
 _MOST_POINTS = 400
+_MOST_LAYERS = 6
 _CURVE_HEIGHT, _BELOW = 140, 22
 COLOURS = {
     "compute": ("#2a78b8", "#5aa9e6"),
@@ -179,35 +221,57 @@ def draw_path(path: Sequence[tuple[str, str, float]]) -> str:
     return _picture(_ROW, parts, "critical path")
 
 
+@dataclass(frozen=True)
+class Across:
+    """The horizontal axis of a picture.
+
+    Attributes:
+        name: The name or unit.
+        least: The least value.
+        most: The largest value.
+    """
+
+    name: str
+    least: float
+    most: float
+
+
 def draw_curves(
-    curves: Mapping[str, tuple[np.ndarray, np.ndarray]], unit: str, across: str, most: float | None = None
+    curves: Mapping[str, tuple[np.ndarray, np.ndarray]], unit: str, across: str | Across, most: float | None = None
 ) -> str:
     """Draw curves over a common axis. If points are too close to be told apart, only the highest of them is drawn.
+
+    The vertical axis begins at 0, or at the least y below it.
 
     Args:
         curves: x and y of each curve, by name; both have one dimension.
         unit: The unit of y.
-        across: The name or unit of x.
+        across: The horizontal axis, or the name or unit of x, which then begins and ends with the curves.
         most: The largest y in the picture; None for the largest of all.
     """
     known = {name: curve for name, curve in curves.items() if len(curve[0])}
     if not known:
         return ""
-    left, right = (float(f([f(x) for x, _ in known.values()])) for f in (min, max))
-    top = (max(float(y.max()) for _, y in known.values()) if most is None else most) or 1.0
+    if isinstance(across, str):
+        across = Across(across, *(float(f([f(x) for x, _ in known.values()])) for f in (min, max)))
+    left, right = across.least, across.most
+    low = min(0.0, *(float(y.min()) for _, y in known.values()))
+    top = max(0.0, *(float(y.max()) for _, y in known.values())) if most is None else most
+    top = top if top > low else 1.0
     parts = _keys([(f"key{number % len(COLOURS)}", name) for number, name in enumerate(known)])
     bottom = _ROW + _CURVE_HEIGHT
     parts.append(f'<path class="axis" d="M{_LEFT / 2:.0f} {_ROW}V{bottom}H{_WIDTH}"/>')
-    parts.append(f'<text x="0" y="{_ROW + 12}">{top:.3g} {escape(unit)}</text><text x="0" y="{bottom}">0</text>')
+    parts.append(f'<text x="0" y="{_ROW + 12}">{top:.3g} {escape(unit)}</text>')
+    parts.append(f'<text x="0" y="{bottom}">{low:.3g}</text>')
     parts.append(f'<text x="{_LEFT / 2:.0f}" y="{bottom + 18}">{left:.4g}</text>')
-    parts.append(f'<text x="{_WIDTH}" y="{bottom + 18}" text-anchor="end">{escape(across)} {right:.4g}</text>')
+    parts.append(f'<text x="{_WIDTH}" y="{bottom + 18}" text-anchor="end">{escape(across.name)} {right:.4g}</text>')
     for number, (x, y) in enumerate(known.values()):
         x, y = _thinned(x, y)
         across_px = _LEFT / 2 + (x - left) / ((right - left) or 1) * (_WIDTH - _LEFT / 2)
-        up_px = bottom - np.minimum(y, top) / top * _CURVE_HEIGHT
+        up_px = bottom - (np.minimum(y, top) - low) / (top - low) * _CURVE_HEIGHT
         points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(across_px.tolist(), up_px.tolist(), strict=True))
         parts.append(f'<polyline class="line{number % len(COLOURS)}" points="{points}"/>')
-    return _picture(bottom + _BELOW, parts, f"{unit} over {across}")
+    return _picture(bottom + _BELOW, parts, f"{unit or next(iter(known))} over {across.name}")
 
 
 def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -18,12 +18,12 @@ from strategies.compat.functions.outfeed_rule import OutfeedRule
 from strategies.compat.functions.stage_functions import StageFunctions, listed, tracers_in
 from strategies.core.metrics import Metrics
 from strategies.jax.feeds.outfeed import OutfeedQueue
-from strategies.jax.gradients.arguments import Outcome
 from strategies.jax.programs.captures import Reads
 from strategies.jax.programs.gradient_capture import shapes_by_tag
 from strategies.jax.replicas.current_replica import refuse_in_replica
 from strategies.jax.replicas.replica_context import replica_context
 from strategies.jax.updates.optimizers import unwrapped
+from strategies.outcome import Outcome
 from strategies.pipelines.pipelining import Pipelining
 from strategies.pipelines.running.micro_batch import MicroBatch, get_current_iteration_counter, tracing
 from strategies.pipelines.timetable import Timed

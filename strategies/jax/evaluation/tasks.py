@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,16 @@ from strategies.core.rows import EvaluationTask
 from strategies.jax.evaluation.mean import Mean
 from strategies.jax.gradients.arguments import (
     MODEL_STATE,
-    Outcome,
     check_function,
     check_loss_function,
     check_takes_state,
+    check_weight,
     metric_names,
 )
+from strategies.jax.gradients.tail import travelling
 from strategies.jax.replicas.devices import is_key
-from strategies.typing import Batch, Function, Key, LossFunction, Tree, Variables
+from strategies.outcome import Outcome
+from strategies.typing import Batch, Function, Key, LossFunction, Number, Tree, Variables
 
 MetricsFunction = Callable[..., Mapping[str, Mergeable]]
 
@@ -72,25 +74,41 @@ def _check(fn: Function | None, has_state: bool) -> None:
 
 @dataclass(frozen=True)
 class LossOfRows(EvaluationTask):
-    """The loss and the metrics of each row, computed as a batch of one row, and their means over rows."""
+    """The loss and the metrics of each row, computed as a batch of one row, and their means over rows.
+
+    If the function gives a weight for each row, the means are weighted.
+    """
 
     title: ClassVar[str] = "evaluation"
     function: LossFunction
 
     @override
     def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
-        """Return float32 `[rows]` by the names of the metrics."""
+        """Return float32 `[rows]` by the names of the metrics, and the weights float32 `[rows]`, or None."""
 
-        def of_row(row: Tree) -> dict[str, jax.Array]:
+        def of_row(row: Tree) -> tuple[dict[str, jax.Array], jax.Array | None]:
             alone = jax.tree.map(lambda leaf: leaf[None], row)
-            return _scalars(Outcome.of(self.function(variables, alone, key, *model_state)))
+            outcome = Outcome.of(self.function(variables, alone, key, *model_state))
+            return _scalars(outcome), _weight(outcome)
 
         return jax.vmap(of_row)(batch)
 
     @override
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
         """Return a `Mean` for each name, added row by row."""
-        return {name: Mean(_sum(values[mask]), np.float64(mask.sum())) for name, values in computed.items()}
+        values_of, weights = computed
+        if weights is None:
+            return {name: Mean(_sum(values[mask]), np.float64(mask.sum())) for name, values in values_of.items()}
+        weights = weights[mask].astype(np.float64)
+        count = _sum(weights)
+        return {
+            name: Mean(_sum(np.where(weights > 0, values[mask] * weights, 0)), count)
+            for name, values in values_of.items()
+        }
+
+    @override
+    def sums_of_weights(self, merged: Mapping[str, Any]) -> Sequence[Number]:
+        return [mean.count for mean in merged.values()]
 
 
 @dataclass(frozen=True)
@@ -171,6 +189,14 @@ def _scalars(outcome: Outcome) -> dict[str, jax.Array]:
         )
     values = {"loss": outcome.loss, **{name: outcome.metrics[name] for name in names}}
     return {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
+
+
+def _weight(outcome: Outcome) -> jax.Array | None:
+    """Return the weight of one row as it travels, or None; raise TypeError if it is not a scalar."""
+    if outcome.weight is None:
+        return None
+    check_weight(jax.ShapeDtypeStruct(jnp.shape(outcome.weight), jnp.result_type(outcome.weight)))
+    return travelling(outcome.weight)
 
 
 def _sum(values: np.ndarray) -> np.float64:

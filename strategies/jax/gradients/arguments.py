@@ -5,15 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
-from jax.typing import ArrayLike
 
 from strategies.argument_checks import refuse_name_of_loss
 from strategies.train_state import are_used_up
@@ -175,6 +174,26 @@ def metric_names(metrics: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(metrics)
 
 
+def check_weight(weight: Any) -> None:
+    """Check the weight of an `Outcome`, as a shape.
+
+    Raises:
+        TypeError: It is not a real scalar, or of 16 bits.
+    """
+    if not isinstance(weight, jax.ShapeDtypeStruct):
+        raise TypeError(f"the weight of the loss is a {type(weight).__name__}; it must be a scalar, or None")
+    if weight.shape != () or jnp.issubdtype(weight.dtype, jnp.complexfloating):
+        raise TypeError(
+            f"the weight of the loss is {weight.dtype}{list(weight.shape)}; it must be a real scalar: take jnp.sum of "
+            "the weights of rows or tokens"
+        )
+    if jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize < 4:
+        raise TypeError(
+            f"the weight of the loss is {weight.dtype}, which rounds counts of tokens; make it with "
+            "jnp.sum(..., dtype=jnp.float32), or from integers, which compute_dtype does not cast"
+        )
+
+
 def _is_array(leaf: Leaf) -> bool:
     if isinstance(leaf, _NUMBERS):
         return True
@@ -185,39 +204,6 @@ def _is_array(leaf: Leaf) -> bool:
     except TypeError:
         return False
     return True
-
-
-# ---- the results of a loss function
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["loss", "metrics", "model_state", "outputs"],
-    meta_fields=[],
-)
-@dataclass(frozen=True)
-class Outcome:
-    """The complete result of a loss function. A loss function may also return the loss alone, or the loss and metrics.
-
-    Attributes:
-        loss: Floating-point scalar, the mean over the rows of the batch.
-        metrics: Scalars by their names; training averages them over all replicas.
-        model_state: Values that change with every batch and are not trained, such as moving means; None without any.
-        outputs: Outputs of the model for each row: arrays whose first axis is the rows of the batch; or None. Training
-            does not compute them.
-    """
-
-    loss: jax.Array
-    metrics: Mapping[str, ArrayLike] = field(default_factory=dict)
-    model_state: Tree = None
-    outputs: Tree = None
-
-    @classmethod
-    def of(cls, returned: Tree) -> Outcome:
-        """Return an `Outcome` of a loss function's result: an `Outcome`, the loss and its metrics, or the loss."""
-        if isinstance(returned, cls):
-            return returned
-        return cls(*returned) if isinstance(returned, tuple) and len(returned) == 2 else cls(returned)
 
 
 @dataclass(frozen=True)

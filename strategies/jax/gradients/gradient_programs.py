@@ -73,7 +73,7 @@ class JaxGradientPlan(ReplicaPlan):
         self._executables: dict[jax.Device, list[jax.stages.Compiled]] = {}
         results = TAIL + 1 + len(averaged) + program.num_kept
         self.segments = self._cut(program, shapes, results) if streams else [_uncut(program, shapes, results)]
-        tails = [0] * (len(self.segments) - 1) + [program.tail_size]
+        tails = [0] * (len(self.segments) - 1) + [program.places.size]
         self.layouts = [
             self.leaving.layout(segment.parts, tail) for segment, tail in zip(self.segments, tails, strict=True)
         ]

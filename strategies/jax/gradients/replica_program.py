@@ -16,15 +16,16 @@ from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.exchange.int8 import Int8Layout, encode
 from strategies.exchange.transfer import GradientTransfer
 from strategies.jax.gradients.accumulation import accumulate, accumulator_dtypes, is_float, mapped
-from strategies.jax.gradients.arguments import Outcome, Trainable, metric_names, naming_missing_keys
+from strategies.jax.gradients.arguments import Trainable, check_weight, metric_names, naming_missing_keys
 from strategies.jax.gradients.leaving import XLA
 from strategies.jax.gradients.model_state import KEPT, PER_REPLICA, ModelStateRule
+from strategies.jax.gradients.tail import LOSS_SCALE, NOTICE, STEP, TailLayout, times_weight, travelling
 from strategies.jax.replicas.replica_context import replica_context
 from strategies.jax.replicas.replicas import Replicas
-from strategies.typing import AccumulationDtype, Batch, Leaf, LossFunction, MapGradient, Tree, Variables
+from strategies.outcome import Outcome
+from strategies.typing import AccumulationDtype, Batch, LossFunction, MapGradient, Tree, Variables
 
 _NOTHING = jax.tree.structure(None)
-STEP, NOTICE, LOSS_SCALE, LOSS = range(4)  # positions in the control words of a step
 
 
 def float_dtype(name: str, dtype: Any) -> np.dtype | None:
@@ -42,33 +43,6 @@ def float_dtype(name: str, dtype: Any) -> np.dtype | None:
     if not is_float(found):
         raise ValueError(f"{name} is {dtype!r}; use None, 'bfloat16', 'float16' or another floating-point dtype")
     return found
-
-
-def control_words(step: int, notice: bool, loss_scale: float) -> np.ndarray:
-    """Return the inputs of a step besides state and batch: int32 [4]; the last two are bits of float32 numbers.
-
-    The mean loss is 0 until it is known; `with_loss` puts it in.
-    """
-    return np.array([step, notice, np.float32(loss_scale).view(np.int32), 0], np.int32)
-
-
-def with_loss(control: Leaf, tail: Leaf) -> Leaf:
-    """Return the control words with the mean loss of all replicas, for the update.
-
-    Args:
-        control: Control words of `control_words`, on the host or traced.
-        tail: Mean tail, on the host or traced.
-    """
-    if isinstance(control, np.ndarray):
-        words = control.copy()
-        words[LOSS] = np.float32(tail[0]).view(np.int32)
-        return words
-    return control.at[LOSS].set(jax.lax.bitcast_convert_type(tail[0], jnp.int32))
-
-
-def loss_of(control: jax.Array) -> jax.Array:
-    """Return the mean loss in the control words, a float32 scalar; traceable."""
-    return jax.lax.bitcast_convert_type(control[LOSS], jnp.float32)
 
 
 @dataclass(frozen=True)
@@ -123,8 +97,8 @@ class ReplicaShapes:
 class ReplicaProgram:
     """The gradient function of a trainer, for variables and batches of certain shapes.
 
-    Its tail is float32: the loss, the metrics and the notice. With loss scaling, one more value says whether a gradient
-    is not finite. With `check_numerics`, one more value for each variable and replica says this.
+    Its tail is as `TailLayout` says. If the loss function gives weights, gradients, loss and metrics are multiplied by
+    them. With `check_numerics`, there is one flag for each variable and replica.
 
     Args:
         replicas: Replicas that run it.
@@ -140,22 +114,24 @@ class ReplicaProgram:
 
     Attributes:
         names: Names of the metrics; the first is "loss".
+        places: Places of the values in the tail.
         trainable: Choice of the trained variables.
         rule: Rule by which replicas agree on the model state.
         accumulation: Accumulation of micro-batches.
+        precision: Dtypes of the computation.
         gradient_dtypes: Dtypes in which gradients are accumulated and applied, for each trained variable.
         results: Shapes and dtypes of the averaged values that leave the replica, besides the tail: the gradients or
             their payload, then the averaged and added leaves of the model state.
         num_gradients: Number of results that are gradients or their payload.
         quantised: Layout of the gradients in the payload; None if they are not quantised.
-        flags: Number of values at the end of the tail that say which gradients are not finite.
         has_feeds: Whether the loss function has feeds; known after tracing.
         is_independent: Whether the traced program may run on other instances and replicas, because the loss function
             has no collectives and no feeds; known after tracing.
 
     Raises:
-        TypeError: The loss or a metric is not a scalar, or the new model state is not like the old one.
-        ValueError: The batch cannot be divided into micro-batches, or lacks a key that the loss function reads.
+        TypeError: The loss, a metric or the weight is not a scalar, or the new model state is not like the old one.
+        ValueError: The batch cannot be divided into micro-batches, or lacks a key that the loss function reads; or
+            gradients that are multiplied by weights would travel or be added as float16, which overflows.
     """
 
     def __init__(
@@ -175,7 +151,7 @@ class ReplicaProgram:
         self._loss_fn = loss_fn
         self._seed = seed
         self.accumulation = accumulation
-        self._precision = precision
+        self.precision = precision
         self._checks_numerics = check_numerics
         self.trainable = trainable
         self.rule = rule
@@ -192,8 +168,11 @@ class ReplicaProgram:
         self.results += rule.travelling(shapes.model_state)
         self.is_independent = True
         self.has_feeds = False
-        self.flags = len(self.gradient_dtypes) * replicas.num_replicas_in_sync if check_numerics else 0
-        self.names = self._metric_names(shapes)
+        flags = len(self.gradient_dtypes) * replicas.num_replicas_in_sync if check_numerics else 0
+        self.names, is_weighted = self._metric_names(shapes)
+        self.places = TailLayout(self.names, is_weighted, precision.scales_loss, flags)
+        if is_weighted:
+            self._refuse_float16(transfer)
 
     @property
     def means(self) -> list[jax.ShapeDtypeStruct]:
@@ -207,21 +186,6 @@ class ReplicaProgram:
         """The number of arrays that a replica keeps for its next step."""
         residuals = 0 if self.quantised is None else len(self.quantised.shapes)
         return residuals + sum(self.rule.words.count(word) for word in KEPT)
-
-    @property
-    def tail_size(self) -> int:
-        """The number of values in the tail."""
-        return self.finite_place + self._precision.scales_loss + self.flags
-
-    @property
-    def notice_place(self) -> int:
-        """The place of the notice in the tail."""
-        return len(self.names)
-
-    @property
-    def finite_place(self) -> int:
-        """The place in the tail of the flag for gradients that are not finite, with loss scaling."""
-        return len(self.names) + 1
 
     def __call__(
         self,
@@ -263,7 +227,7 @@ class ReplicaProgram:
     @property
     def needs_flags(self) -> bool:
         """Whether the tail has flags for gradients that are not finite."""
-        return self._precision.scales_loss or self._checks_numerics
+        return self.precision.scales_loss or self._checks_numerics
 
     @staticmethod
     def not_finite(leaves: Sequence[jax.Array]) -> jax.Array:
@@ -282,7 +246,7 @@ class ReplicaProgram:
             is_bad: Flags of gradients that are not finite; needed only with `needs_flags`.
         """
         tail = [values, control[NOTICE, None].astype(jnp.float32)]
-        if self._precision.scales_loss:
+        if self.precision.scales_loss:
             assert is_bad is not None
             tail.append(is_bad.any()[None].astype(jnp.float32))
         if self._checks_numerics:
@@ -314,6 +278,8 @@ class ReplicaProgram:
     ) -> tuple[jax.Array, jax.Array, Outcome]:
         """Return the differentiated value, the loss with the metrics, and the `Outcome` of one micro-batch; traceable.
 
+        The differentiated value is multiplied by the weight, because stages have no gradients to multiply.
+
         Args:
             variables: All variables.
             part: Micro-batch.
@@ -326,7 +292,10 @@ class ReplicaProgram:
         if self.accumulation.count > 1:
             key = jax.random.fold_in(key, number)
         with self._in_context(index):
-            return self._computed(variables, part, key, control, model_state)
+            loss, values, outcome = self._computed(variables, part, key, control, model_state)
+        if self.places.is_weighted:
+            loss = times_weight(loss, values[self.places.weight])
+        return loss, values, outcome
 
     def micro_batch_of(self, batch: Batch) -> Tree:
         """Return the shapes of one micro-batch of a replica's batch.
@@ -363,7 +332,7 @@ class ReplicaProgram:
         """Return the gradients in the form in which they leave the replica, and the new residuals."""
         if self.quantised is None:
             return [leaf.astype(result.dtype) for leaf, result in zip(leaves, self.means, strict=True)], ()
-        if self._precision.scales_loss:  # residuals must not depend on the scale, which changes
+        if self.precision.scales_loss:  # residuals must not depend on the scale, which changes
             scale = jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
             leaves = [leaf.astype(jnp.float32) / scale for leaf in leaves]
         old = [one.reshape(shape) for one, shape in zip(residuals, self.quantised.shapes, strict=True)]
@@ -376,41 +345,53 @@ class ReplicaProgram:
     ) -> tuple[jax.Array, Sequence[jax.Array], Tree]:
         trained = self.trainable.pick(variables)
 
-        def of_micro_batch(part: Batch, key: jax.Array, model_state: Tree) -> tuple[jax.Array, list[jax.Array], Tree]:
+        def of_micro_batch(
+            part: Batch, key: jax.Array, model_state: Tree
+        ) -> tuple[jax.Array, Sequence[jax.Array], Tree]:
             def loss(trained: Variables) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
                 every = self.trainable.put(variables, trained)
                 value, values, outcome = self._computed(every, part, key, control, model_state)
                 return value, (values, jax.tree.map(jnp.asarray, outcome.model_state))
 
             (_, (values, after)), tree = jax.value_and_grad(loss, has_aux=True)(trained)
-            return values, self._mapped(jax.tree.leaves(tree), jax.tree.leaves(trained), control), after
+            gradients = self._mapped(jax.tree.leaves(tree), jax.tree.leaves(trained), control)
+            return values, self._times_weight(gradients, values), after
 
         settings = self.accumulation
         if settings.count > 1:
             pairs = zip(jax.tree.leaves(trained), self.gradient_dtypes, strict=True)
             accumulators = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in pairs]
+            values = self.places.num_values
             return accumulate(
-                of_micro_batch, batch, key, model_state, settings.count, settings.method, accumulators, len(self.names)
+                of_micro_batch, batch, key, model_state, settings.count, settings.method, accumulators, values
             )
-        values, leaves, after = of_micro_batch(batch, key, model_state)
-        return values, [leaf.astype(dtype) for leaf, dtype in zip(leaves, self.gradient_dtypes, strict=True)], after
+        own, leaves, after = of_micro_batch(batch, key, model_state)
+        return own, [leaf.astype(dtype) for leaf, dtype in zip(leaves, self.gradient_dtypes, strict=True)], after
 
     def _mapped(
         self, gradients: Sequence[jax.Array], variables: Sequence[jax.Array], control: jax.Array
     ) -> list[jax.Array]:
         """Apply `map_gradient` to the gradients of a micro-batch, after division by the loss scale."""
         function = self.accumulation.map_gradient
-        if function is None or not self._precision.scales_loss:
+        if function is None or not self.precision.scales_loss:
             return mapped(function, gradients, variables, self.needs_flags)
         scale = jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
         plain = [gradient.astype(jnp.float32) / scale for gradient in gradients]
         new = mapped(function, plain, variables, self.needs_flags)
         return [(one * scale).astype(gradient.dtype) for one, gradient in zip(new, gradients, strict=True)]
 
+    def _times_weight(self, gradients: Sequence[jax.Array], values: jax.Array) -> Sequence[jax.Array]:
+        """Multiply the gradients of a micro-batch by its weight, the last of the values."""
+        if not self.places.is_weighted:
+            return gradients
+        # Behind barriers, one for each gradient: XLA computes it as without a weight, and it can leave early.
+        apart = [jax.lax.optimization_barrier(gradient) for gradient in gradients]
+        return [times_weight(each, values[self.places.weight]) for each in apart]
+
     def _called(self, variables: Variables, batch: Batch, key: jax.Array, model_state: Tree) -> Tree:
         """Call the loss function. The model state keeps its dtypes: moving means need them."""
         own = () if self.rule.structure == _NOTHING else (model_state,)
-        return self._loss_fn(self._precision.cast(variables), self._precision.cast(batch), key, *own)
+        return self._loss_fn(self.precision.cast(variables), self.precision.cast(batch), key, *own)
 
     def _computed(
         self, variables: Variables, batch: Batch, key: jax.Array, control: jax.Array, model_state: Tree
@@ -418,14 +399,17 @@ class ReplicaProgram:
         outcome = Outcome.of(self._called(variables, batch, key, model_state))
         loss = outcome.loss
         values = jnp.asarray([loss, *(outcome.metrics[name] for name in self.names[1:])], jnp.float32)
-        if self._precision.scales_loss:
+        if outcome.weight is not None:
+            weight = travelling(outcome.weight)
+            values = jnp.append(times_weight(values, weight), weight)
+        if self.precision.scales_loss:
             loss = loss.astype(jnp.float32) * jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
         return loss, values, outcome
 
     # ---- shapes
 
-    def _metric_names(self, given: ReplicaShapes) -> tuple[str, ...]:
-        """Return the names of the loss and metrics; check that all are scalars, and check the model state."""
+    def _metric_names(self, given: ReplicaShapes) -> tuple[tuple[str, ...], bool]:
+        """Return the names of the loss and metrics, and whether there is a weight; check them and the model state."""
         micro_batch = self.micro_batch_of(given.batch)
         with naming_missing_keys(given.variables, given.batch):
             shapes = jax.eval_shape(self._loss_of_one, given.variables, micro_batch, np.int32(0), given.model_state)
@@ -442,7 +426,22 @@ class ReplicaProgram:
                 f"the loss is {loss.dtype}{list(loss.shape)}; it must be a floating-point scalar: take jnp.mean of it"
             )
         self.rule.check_returned(given.model_state, outcome.model_state)
-        return ("loss", *metric_names(metrics))
+        if outcome.weight is not None:
+            check_weight(outcome.weight)
+        return ("loss", *metric_names(metrics)), outcome.weight is not None
+
+    def _refuse_float16(self, transfer: GradientTransfer) -> None:
+        """Raise if gradients that are multiplied by weights, such as numbers of tokens, pass through float16."""
+        if np.dtype(np.float16) in (np.dtype(dtype) for dtype in self.gradient_dtypes):
+            raise ValueError(
+                "the loss function gives weights, but gradients are kept as float16, which overflows when they are "
+                "multiplied by large weights; use gradient_accumulation_dtype='float32', or no weights"
+            )
+        if not transfer.is_quantised and any(transfer.dtype_of(dtype) == np.float16 for dtype in self.gradient_dtypes):
+            raise ValueError(
+                "the loss function gives weights, but gradients travel as float16, which overflows when they are "
+                "multiplied by large weights; use gradient_transfer_dtype='bfloat16', or no weights"
+            )
 
     def _loss_of_one(self, variables: Variables, batch: Batch, index: jax.Array, model_state: Tree) -> Tree:
         """Return the results of the loss function for one micro-batch, as arrays."""

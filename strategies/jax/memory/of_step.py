@@ -15,7 +15,7 @@ from strategies.jax.gradients.leaving import MeansMemory
 from strategies.jax.gradients.model_state import PER_REPLICA
 from strategies.jax.memory.plan import DEVICE, HOST, Held, MemoryPlan, ProgramMemory, held_by_data, held_by_means
 from strategies.jax.options import StepOptions
-from strategies.jax.preparation import StepPrograms, control_of
+from strategies.jax.preparation import StepPrograms, control_of_update
 from strategies.jax.programs.program import shapes_of
 from strategies.jax.replicas.replicas import Replicas
 from strategies.jax.updates.optimizers import AnyOptimizer
@@ -51,7 +51,7 @@ class MemoryPlanner:
         programs = [ProgramMemory.of(name, each, local) for name, each in plan.executables(replicas.grid).items()]
         leaves = program.means if program.quantised else memory.means[: program.num_gradients]
         means = jax.tree.unflatten(jax.tree.structure(trained), leaves)
-        traced = update.programs(trained, state.optimizer_state, means, control_of(state))
+        traced = update.programs(trained, state.optimizer_state, means, control_of_update(program, state))
         programs += [ProgramMemory.of(name, each.lower().compile(), 1) for name, each in traced.items()]
         whole = JaxEngine(replicas, steps, options, is_recorded=True).whole(state)
         gradients = sum(each.size * each.dtype.itemsize for bucket in buckets for each in bucket.layout.buffers)

@@ -31,7 +31,7 @@ def path_for(replicas: Replicas) -> DevicePath | None:
         return None
     communicator, device = replicas.communicator, replicas.devices.devices[0]
     if communicator.size == 1:
-        return LocalPath(replicas.num_replicas_in_sync, JaxArithmetic())
+        return LocalPath(replicas.num_replicas_in_sync, JaxArithmetic(), replicas.local_replicas)
     counts = communicator.all_gather(np.array(len(replicas.local_replicas)), name="replicas of each instance")
     if replicas.exchange.word == COMPILED:
         return CompiledPath(Spread.apart(counts.tolist()), communicator, device)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.jax.gradients.replica_program import LOSS_SCALE
+from strategies.jax.gradients.tail import LOSS_SCALE
 from strategies.loss_scaling import MOST, LossScale, LossScaling
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from strategies.core.engine import Arrived, Buffers
 from strategies.exchange.means import Bucket
 from strategies.exchange.on_device import DevicePath
-from strategies.jax.gradients.replica_program import ReplicaProgram, control_words
+from strategies.jax.gradients.replica_program import ReplicaProgram
+from strategies.jax.gradients.tail import control_words
 from strategies.jax.on_device.gradients import DeviceGradients
 from strategies.jax.on_device.kept import chosen, model_state_after
 from strategies.jax.on_device.scaling import scale_after, scaled_control
@@ -61,6 +62,7 @@ class DevicePending:
         means: Buffers with the means.
         tail: Values that travelled behind the gradients.
         is_finite: Whether the step may be applied; with loss scaling a scalar on the device.
+        is_weighted: Whether losses have a weight above 0, or no weights; if not, the step is not applied.
     """
 
     step: DeviceStep
@@ -72,6 +74,7 @@ class DevicePending:
     means: Sequence[jax.Array] = field(default_factory=tuple)
     tail: Leaf = None
     is_finite: Leaf = True
+    is_weighted: bool = True
 
     @classmethod
     def begun(
@@ -123,8 +126,8 @@ class DevicePending:
         self.tail = self.step.flat.tail_of(self.means[0])
         self.is_finite = True
         if self.state.loss_scale is not None:
-            self.is_finite = self.tail[program.finite_place] == 0
-        return Arrived(program.names, self.tail, self.notice, self.is_finite, self._gradients, scale_after)
+            self.is_finite = self.tail[program.places.finite] == 0
+        return Arrived(program.names, self.tail, self.notice, self.is_finite, self._gradients, scale_after=scale_after)
 
     def _gradients(self) -> tuple[Gradients, None]:
         return self.step.flat.unpacked(self.means, self.control)[0], None

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.exchange.flat import FlatLayout
-from strategies.jax.gradients.replica_program import ReplicaProgram, with_loss
+from strategies.jax.gradients.replica_program import ReplicaProgram
 from strategies.jax.programs.program import jit
 from strategies.jax.updates.update import VariableUpdate, WholeStateUpdate
 from strategies.typing import Gradients, Leaf, OptimizerState, Tree, Variables
 
 Unpacked: TypeAlias = tuple[Gradients, jax.Array, jax.Array]
-"""Mean gradients like the trained variables, the tail, and control words with the mean loss."""
+"""Mean gradients like the trained variables, the tail, and control words with the mean loss and weight."""
 
 
 class FlatUpdate:
@@ -42,7 +42,7 @@ class FlatUpdate:
         self._structure = structure
         self._scales = scales
         self._unpack = jit(self._unpacked)
-        self._tail = jit(lambda buffer: layout.tail_view([buffer]))
+        self._tail = jit(lambda buffer: program.places.weighted(layout.tail_view([buffer])))
         self._state = jit(lambda buffers: layout.views(buffers)[program.num_gradients :])
         self._at_once = None
         if isinstance(update, WholeStateUpdate) and not update.has_parts:
@@ -55,7 +55,7 @@ class FlatUpdate:
         return found
 
     def tail_of(self, buffer: jax.Array) -> jax.Array:
-        """Return the tail that lies in the first buffer."""
+        """Return the tail that lies in the first buffer, with weighted means if losses have weights."""
         found: jax.Array = self._tail(buffer)
         return found
 
@@ -104,10 +104,11 @@ class FlatUpdate:
         return trained, state
 
     def _is_finite(self, tail: Tree) -> Tree:
-        return tail[self._program.finite_place] == 0
+        return tail[self._program.places.finite] == 0
 
     def _unpacked(self, buffers: Sequence[jax.Array], control: jax.Array) -> Unpacked:
         # Behind a barrier, as if each were an argument: if XLA fused the cut into the update, it could round otherwise.
         leaves, tail = jax.lax.optimization_barrier((self._layout.views(buffers), self._layout.tail_view(buffers)))
         means = jax.tree.unflatten(self._structure, leaves[: self._program.num_gradients])
-        return means, tail, with_loss(jnp.asarray(control), tail)
+        control = self._program.places.with_means(jnp.asarray(control), self._program.places.weighted(tail))
+        return means, tail, control

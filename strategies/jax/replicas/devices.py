@@ -15,7 +15,7 @@ import numpy as np
 
 import strategies.trees as trees
 from collectives.instruments import COMPILE, Instruments
-from popdist.xla import POOL_VARIABLE, thread_pool_setting, thread_pool_size
+from popdist.xla import POOL_VARIABLE, fix_thread_pool, thread_pool_size
 from strategies.jax.programs.compilation import use_executable_cache
 from strategies.jax.programs.program import DeviceProgram
 from strategies.jax.programs.xla_pitfalls import (
@@ -247,7 +247,7 @@ def prepare_environment(total_replicas: int) -> None:
     Args:
         total_replicas: Number of replicas of all instances, which fixes the size of XLA's thread pool.
     """
-    os.environ.update(thread_pool_setting(os.environ, total_replicas))
+    fix_thread_pool(os.environ, total_replicas)
     use_right_sums(os.environ)
 
 

@@ -22,6 +22,7 @@ from collectives.reduction import normalise_op
 from popdist.environments.poprun import process_index
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance
+from popdist.records.distribution_settings import DistributionSettings
 from popdist.records.faults import FaultInjector
 from popdist.records.progress import NoProgress, Progress
 from popdist.records.watched import Waits
@@ -116,6 +117,7 @@ class Replicas:
             functions that say whether a constant of it is unchanged.
         exchange: Way in which gradients on a device become means; chosen anew when an instance is lost.
         sinks: Sinks of the metrics of every step: those that the environment names, and others added later.
+        distributions: How often norms and histograms are taken; None if never.
     """
 
     def __init__(
@@ -149,6 +151,8 @@ class Replicas:
         self._first_device = instance.local_index * instance.local_replicas * instance.ipus_per_replica
         self._claim()
         self.sinks = asked_sinks(self.job, os.environ)
+        settings = DistributionSettings.from_environ(os.environ)
+        self.distributions = settings if settings.are_on else None
         warn_where_none_goes_on(self)
 
     def _claim(self) -> None:

@@ -49,6 +49,22 @@ class Known:
     loss: jax.Array
 
 
+@dataclass(frozen=True)
+class Rate:
+    """A learning rate that a leaf of the optimizer state tells after an update.
+
+    Attributes:
+        name: Name of the metric.
+        leaf: Number of the leaf.
+        schedule: Function of the number of updates before, traceable, if the leaf is the number of updates so far;
+            None if the leaf is the rate itself.
+    """
+
+    name: str
+    leaf: int
+    schedule: Callable[[Leaf], Leaf] | None = None
+
+
 class StepOptimizer(ABC):
     """An optimizer as the step uses it: traceable, and without a state of its own.
 
@@ -74,6 +90,11 @@ class StepOptimizer(ABC):
         Raises:
             ValueError: The optimizer cannot be used; the message names its needs.
         """
+
+    @property
+    def rates(self) -> Sequence[Rate]:
+        """The learning rates that the state tells."""
+        return ()
 
     @abstractmethod
     def apply(

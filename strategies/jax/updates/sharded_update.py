@@ -16,7 +16,7 @@ from strategies.errors import StrategyError
 from strategies.exchange.copies import Rows
 from strategies.exchange.shards import ShardedArrays
 from strategies.jax.gradients.leaving import flatten
-from strategies.jax.gradients.replica_program import loss_of
+from strategies.jax.gradients.tail import loss_of
 from strategies.jax.programs.dataflow import first_across_elements, operations
 from strategies.jax.programs.jaxpr import is_read
 from strategies.jax.programs.program import jit, shapes_of

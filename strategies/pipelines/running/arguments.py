@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.jax.gradients.replica_program import ReplicaProgram, ReplicaShapes, control_words
+from strategies.jax.gradients.replica_program import ReplicaProgram, ReplicaShapes
+from strategies.jax.gradients.tail import control_words
 from strategies.jax.programs.jaxpr import Graph
 from strategies.jax.programs.program import shapes_of
 from strategies.pipelines.running.micro_batch import MicroBatch, tracing
@@ -49,7 +50,7 @@ class Arguments:
                 jax.ShapeDtypeStruct((), np.int32),
                 jax.ShapeDtypeStruct(control_words(0, False, 1.0).shape, np.int32),
                 shapes.model_state,
-                jax.ShapeDtypeStruct((len(program.names),), np.float32),
+                jax.ShapeDtypeStruct((program.places.num_values,), np.float32),
             ),
             has_outputs,
         )
@@ -140,6 +141,6 @@ class Arguments:
             size = leaf.shape[0] // count
             each[place] = [leaf[n * size : (n + 1) * size] for n in range(count)]
         first = dict(zip(state, jax.tree.leaves(model_state), strict=True))
-        first[total] = np.zeros(len(self.program.names), np.float32)
+        first[total] = np.zeros(self.program.places.num_values, np.float32)
         lasting = {**dict(zip(of_variables, variables, strict=True)), own: index, words: control}
         return StepArguments(lasting, each, first)

@@ -92,7 +92,7 @@ class StagePlan:
         self.leaving = Leaving(tuple(program.results), shards, len(program.results) - gradients)
         self.buckets = [bucket for number in reversed(range(count)) if (bucket := self._bucket(number)).leaves]
         self.state_parts = [Part(TAIL + 1 + leaf) for leaf in range(gradients, len(program.results))]
-        self.state_layout = self.leaving.layout(self.state_parts, program.tail_size)
+        self.state_layout = self.leaving.layout(self.state_parts, program.places.size)
         self.course = Course.of(timetable)
         self._found: dict[tuple[int, jax.Device], jax.stages.Compiled] = {}
 

@@ -29,12 +29,14 @@ class ToldByReplica:
         settings: The hash of the settings, see `StepSettings.word`.
         has_gradient: For each trained parameter, whether it has a gradient.
         has_changed: For each buffer, whether the step has changed it: 0 or 1, and more if its shape has changed.
+        weight: The mean weight of the losses; None if they have no weights.
     """
 
     notice: bool
     settings: int
     has_gradient: Sequence[bool]
     has_changed: Sequence[Told]
+    weight: float | None = None
 
 
 class DeviceContribution:
@@ -125,6 +127,7 @@ class DeviceContribution:
         settings: int,
         has_gradient: Sequence[bool],
         has_changed: Sequence[Told],
+        weight: float | None = None,
     ) -> None:
         """Write the values that travel behind the gradients; see `Tail`.
 
@@ -134,8 +137,9 @@ class DeviceContribution:
             settings: The hash of the settings.
             has_gradient: For each trained parameter, whether it has a gradient.
             has_changed: For each buffer, whether the step has changed it.
+            weight: The mean weight of the losses, which is also the last metric; None if they have no weights.
         """
-        self.told = ToldByReplica(notice, settings, tuple(has_gradient), tuple(has_changed))
+        self.told = ToldByReplica(notice, settings, tuple(has_gradient), tuple(has_changed), weight)
         values = torch.stack([one for one in metrics if isinstance(one, torch.Tensor)]).float()
         if self._is_alone:
             self._buffers.append(values)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from collectives.tree import combined
 from strategies.core.engine import Buffers
 from strategies.exchange.means import Bucket
 from strategies.exchange.on_device import DevicePath
@@ -16,6 +18,7 @@ from strategies.torch.on_device.contribution import Told, ToldByReplica, are_fin
 from strategies.torch.on_device.flat_gradients import gradients_in
 from strategies.torch.on_device.metrics import UnreadMetrics
 from strategies.torch.on_device.sums import TreeSums
+from strategies.torch.outcomes import are_weighted
 from strategies.torch.replica_memory import ReplicaMemory
 
 
@@ -88,16 +91,34 @@ class DeviceExchange:
             dtypes = [buffer.dtype for buffer in bucket.layout.buffers]
             self._results = self._path.means(bucket.name, contributions, dtypes)
 
-    def means(self, scale: float) -> list[torch.Tensor | None]:
-        """Return the mean gradients divided by `scale`, in the dtypes of their parameters. May be called once.
+    def weight(self) -> float | None:
+        """Return the mean weight of the losses; None if they have no weights. With several instances, read the device.
+
+        One instance knows the weights of all replicas, and adds them on the host, in the order of the tree.
+        """
+        if not are_weighted(self.names):
+            return None
+        if not self._is_of_one:
+            place = len(self.names) - 1
+            return float(self._memory.read(self._tail[place : place + 1])[0])
+        total = combined([np.float32(one.weight or 0) for one in self._told], operator.add)
+        return float(np.float32(total) / np.float32(len(self._told)))
+
+    def means(self, *divisors: float) -> list[torch.Tensor | None]:
+        """Return the mean gradients, divided, in the dtypes of their parameters. May be called once.
 
         If there is one replica, the mean of a parameter without a gradient is None.
+
+        Args:
+            divisors: Numbers by which to divide, one after another: the loss scale and the mean weight of losses.
         """
+        others = [divisor for divisor in divisors if divisor != 1]
         with torch.no_grad():
             found = self._received()
-            if scale != 1:
+            if others:
                 wide = [None if one is None else one.to(_wide(one.dtype)) for one in found]
-                torch._foreach_div_([one for one in wide if one is not None], scale)
+                for divisor in others:
+                    torch._foreach_div_([one for one in wide if one is not None], divisor)
                 found = wide
             pairs = zip(found, self._dtypes, strict=True)
             return [one if one is None or one.dtype is dtype else one.to(dtype) for one, dtype in pairs]
@@ -118,7 +139,8 @@ class DeviceExchange:
             bad = self._memory.read(flags[0]) if checks else np.zeros(len(means), bool)
             return self._own_tail(), bad
         values = self._memory.read(torch.cat([self._tail, *(each.float() for each in flags)]))
-        tail = Tail.of(values[: self.plan.tail], len(self.names), len(self.plan.parameters))
+        is_weighted = are_weighted(self.names)
+        tail = Tail.of(values[: self.plan.tail], len(self.names), len(self.plan.parameters), is_weighted)
         return tail, values[self.plan.tail :] > 0 if checks else np.zeros(len(means), bool)
 
     @property
@@ -136,8 +158,15 @@ class DeviceExchange:
         first = self._told[0]
         shares = np.array([one.has_gradient for one in self._told]).mean(axis=0, dtype=np.float32)
         word = float(first.settings)
-        metrics = UnreadMetrics(self._tail.clone(), self._memory)
-        return Tail(metrics, float(first.notice), (word, word * word), shares, np.zeros(0, np.float32))
+        weight = self.weight()
+        values = self._tail.clone() if weight is None else _quotients(self._tail[:-1], weight)
+        metrics = UnreadMetrics(values, self._memory)
+        return Tail(metrics, float(first.notice), (word, word * word), shares, np.zeros(0, np.float32), weight)
+
+
+def _quotients(means: torch.Tensor, weight: float) -> torch.Tensor:
+    """Divide by a tensor on the device, because CUDA multiplies by the reciprocal of a number on the host."""
+    return means / torch.full((), weight, dtype=means.dtype, device=means.device)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

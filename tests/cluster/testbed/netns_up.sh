@@ -14,7 +14,7 @@
 # FAMILY=4        6: hosts have only IPv6 addresses, fd77::<10+i>
 # PORT=2222 SSH_USER=root
 # SHARE=A:B       folders below /tmp that all hosts see
-# OVERLAY=DIR     DIR/usr and DIR/etc are laid over /usr and /etc inside the hosts (packages unpacked by dpkg -x)
+# OVERLAY=DIR     DIR/usr, DIR/etc and DIR/home are laid over /usr, /etc and /home inside the hosts (packages unpacked by dpkg -x)
 # LINK=...        initial shape of all links, in the form of netns_link.sh
 # LIFELINE=FD     a descriptor; the hosts end when its other end is closed, even if their owner is killed
 #
@@ -194,7 +194,7 @@ write_init() {
 #!/bin/bash
 hostname $own
 mount --make-rprivate /
-for d in usr etc; do
+for d in usr etc home; do
     [ -n "$OVERLAY" ] && [ -d "$OVERLAY/\$d" ] && mount -t overlay overlay -o "lowerdir=$OVERLAY/\$d:/\$d" "/\$d"
 done
 mount -t tmpfs -o mode=1777 shm /dev/shm

@@ -8,6 +8,7 @@ from typing import ClassVar, final
 
 import numpy as np
 
+from strategies.core.distributions import Layers
 from strategies.core.engine import Arrived, Buffers, Engine
 from strategies.core.rows import Begun, EvaluationTask
 from strategies.core.step import StepRules
@@ -113,6 +114,10 @@ class NumpyEngine(Engine[TrainState, NumpyPending]):
         bucket = self._buckets["w"]
         tail = bucket.layout.tail_view(bucket.results).copy()
         return Arrived(("loss",), tail, float(tail[1]), pending.is_finite, lambda: (pending.means, None))
+
+    def layers(self, state: TrainState, pending: NumpyPending, arrived: Arrived) -> Layers:
+        names = tuple(state.variables)
+        return Layers(names, [state.variables[name] for name in names], [pending.means[name] for name in names])
 
     def update(self, pending: NumpyPending, scale: LossScale | None) -> TrainState:
         state = pending.state

@@ -1,5 +1,6 @@
 """Metrics of `fit` and `evaluate` in sinks."""
 
+import keras
 import pytest
 from small_models import TARGETS, X, bits_of, regression
 
@@ -64,3 +65,40 @@ def test_sinks_change_no_bits(alone):
             return program(strategy)
 
     assert alone(program) == alone(observed)
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_norms_have_the_names_of_keras_and_the_same_bits_for_every_number_of_instances(instances, in_scopes, alone):
+    """The learning rate of a schedule is among the metrics, and one that a callback sets."""
+
+    def program(strategy):
+        kept, model = Kept(), regression()
+        model.optimizer.learning_rate = 0.25
+        halving = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2 if epoch else rate)
+        with strategies.metrics.open(kept, norms_every=1, histograms_every=4):
+            model.fit(X[:48], TARGETS[:48], batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=[halving])
+        return [row for row in kept.rows if "loss" in row[1]], [each.path for each in model.trainable_variables]
+
+    (rows, names), *others = in_scopes(instances, program)
+    assert not any(of_other for of_other, _ in others)
+    expected, _ = alone(program)
+    assert rows == expected
+    each = len(rows) // 2
+    assert [row["learning_rate"] for _, row in rows] == [0.25] * each + [0.125] * each
+    norms = {name for name in rows[0][1] if name.startswith("gradient_norm/")}
+    assert norms == {f"gradient_norm/{name}" for name in names}
+
+
+def test_the_rate_of_a_schedule_of_keras_is_a_metric(alone):
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, decay_steps=1, decay_rate=0.5)
+
+    def program(strategy):
+        kept, model = Kept(), regression()
+        model.compile(optimizer=keras.optimizers.SGD(schedule), loss="mse")
+        with strategies.metrics.open(kept):
+            model.fit(X[:48], TARGETS[:48], batch_size=4, verbose=0)
+        return [row["learning_rate"] for _, row in kept.rows if "loss" in row]
+
+    found = alone(program)
+    assert found == [0.5**number for number in range(1, 1 + len(found))]
+    assert len(found) > 1

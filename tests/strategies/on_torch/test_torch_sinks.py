@@ -1,11 +1,16 @@
 """Metrics of PyTorch modules in sinks."""
 
+from contextlib import closing
+
+import numpy as np
+import pytest
 import torch
 
 import strategies
 from strategies import IPUStrategy, fingerprint
 from strategies.sinks.sink import Sink
 from strategies.torch import Trainer
+from strategies.torch.layers import device_norms
 
 ROWS = torch.arange(48, dtype=torch.float32).reshape(16, 3) / 16
 
@@ -51,8 +56,78 @@ def test_sinks_get_the_metrics_of_every_step_and_evaluation_and_change_no_bits()
     sink = Kept()
     bits, told, found = trained(sink)
     prefixed = {f"evaluation/{name}": value for name, value in found.items()}
-    assert sink.rows == [*told, (4, prefixed, 0)]
+    rates = [(step, {**metrics, "learning_rate": 0.1}, samples) for step, metrics, samples in told]
+    assert sink.rows == [*rates, (4, prefixed, 0)]
     assert trained()[0] == bits
+
+
+def test_the_rate_that_a_scheduler_has_set_is_in_the_row_of_its_step():
+    module, sink, strategy = torch.nn.Linear(3, 1), Kept(), IPUStrategy(2)
+    optimizer = torch.optim.SGD(module.parameters(), 0.8)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with (
+        closing(Trainer(strategy, module, loss_fn, optimizer)) as trainer,
+        strategies.metrics.open(sink, strategy=strategy),
+    ):
+        for start in range(0, 12, 4):
+            trainer.step(ROWS[start : start + 4])
+            scheduler.step()
+    assert [values["learning_rate"] for _, values, _ in sink.rows] == [0.8, 0.4, 0.2]
+
+
+def test_groups_have_a_rate_each_by_their_names_or_numbers():
+    module, sink, strategy = torch.nn.Linear(3, 1), Kept(), IPUStrategy(1)
+    groups = [
+        {"params": [module.weight], "lr": 0.5, "name": "head"},
+        {"params": [module.bias], "lr": torch.tensor(0.25)},
+    ]
+    with (
+        closing(Trainer(strategy, module, loss_fn, torch.optim.SGD(groups, 0.1))) as trainer,
+        strategies.metrics.open(sink, strategy=strategy),
+    ):
+        trainer.step(ROWS[:4])
+    rates = {name: value for name, value in sink.rows[0][1].items() if name not in ("loss", "half")}
+    assert rates == {"learning_rate/head": 0.5, "learning_rate/1": 0.25}
+
+
+def test_a_parameter_without_a_gradient_has_the_norm_zero():
+    class Partly(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+
+        def forward(self, x):
+            return self.used(x)
+
+    module, strategy = Partly(), IPUStrategy(2)
+    module.used.bias.requires_grad_(False)
+    found = []
+
+    class Rows(Kept):
+        def write(self, rows):
+            found.extend(rows)
+
+    with (
+        closing(Trainer(strategy, module, loss_fn, torch.optim.SGD(module.parameters(), 0.1))) as trainer,
+        strategies.metrics.open(Rows(), strategy=strategy, norms_every=1, histograms_every=1),
+    ):
+        trainer.step(ROWS[:4])
+    values = found[0].values
+    assert values["gradient_norm/unused.weight"] == 0 < values["gradient_norm/used.weight"]
+    assert values["gradient_norm"] == values["gradient_norm/used.weight"]
+    assert {name for name in values if name.startswith("weight_norm/")} == {
+        f"weight_norm/{name}" for name in ("used.weight", "unused.weight", "unused.bias")
+    }
+    assert set(found[0].distributions) == {
+        *(f"weights/{name}" for name in ("used.weight", "unused.weight", "unused.bias")),
+        "gradients/used.weight",
+    }
+
+
+def test_a_device_finds_the_norms_of_the_host():
+    tensors = [ROWS, None, ROWS.to(torch.bfloat16), ROWS * 1e25]
+    wanted = [0.0 if each is None else float(np.linalg.norm(each.double())) for each in tensors]
+    assert device_norms(tensors).tolist() == pytest.approx(wanted, rel=1e-6)
 
 
 def test_a_loop_logs_its_own_metrics():

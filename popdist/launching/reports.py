@@ -1,0 +1,159 @@
+"""The reports of instances at the end of a launched function, and the outcome of the job that follows from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from popdist.errors import LaunchError
+from popdist.launching.channel import Kind, Message, Part
+from popdist.launching.travelling import unpack
+
+MOST_NOTES = 8
+"""The most failures of other instances that an exception names."""
+
+
+@dataclass(frozen=True)
+class Sender:
+    """An instance at the end of the function.
+
+    Attributes:
+        index: Its index.
+        count: The number of instances.
+        host: Its host.
+        attempt: The number of restarts of the job so far.
+    """
+
+    index: int
+    count: int
+    host: str
+    attempt: int = 0
+
+    def __str__(self) -> str:
+        return f"instance {self.index} on {self.host}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of the function on one instance; `parts` is the pickle with its buffers."""
+
+    sender: Sender
+    parts: Sequence[Part] = field(repr=False)
+
+    def pack(self) -> Message:
+        """Return the message for the launching process."""
+        return Message(Kind.RESULT, [json.dumps(asdict(self.sender)).encode(), *self.parts])
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception of the function on one instance.
+
+    Attributes:
+        sender: The instance.
+        said: The exception's type and message.
+        trace: The traceback, as Python prints it.
+        follows: Whether the exception follows from the end of another instance.
+        parts: The pickled exception with its buffers; empty if it cannot be pickled.
+    """
+
+    sender: Sender
+    said: str
+    trace: str
+    follows: bool = False
+    parts: Sequence[Part] = field(default=(), repr=False)
+
+    def pack(self) -> Message:
+        """Return the message for the launching process."""
+        described = {"sender": asdict(self.sender), "said": self.said, "trace": self.trace, "follows": self.follows}
+        return Message(Kind.FAILURE, [json.dumps(described).encode(), *self.parts])
+
+    def as_exception(self) -> Exception:
+        """Return the exception, with the traceback of the instance as its cause."""
+        from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]  # its stub lacks the class
+
+        error = self._unpacked()
+        error.__cause__ = RemoteTraceback(f"\n{self.sender}:\n{self.trace}")
+        error.add_note(f"raised by {self.sender}")
+        return error
+
+    def _unpacked(self) -> Exception:
+        try:
+            error = unpack(self.parts)
+        except Exception:  # of any kind, because the exception's class may do anything
+            error = None
+        return error if isinstance(error, Exception) else LaunchError(self.said, exit_status=1)
+
+
+Report = Result | Failure
+
+
+def read_report(message: Message) -> Report:
+    """Return the report in a message.
+
+    Raises:
+        ValueError: The message contains none.
+    """
+    described: dict[str, Any] = json.loads(bytes(message.parts[0]))
+    rest = message.parts[1:]
+    if message.kind is Kind.RESULT:
+        return Result(Sender(**described), rest)
+    if message.kind is Kind.FAILURE:
+        return Failure(**{**described, "sender": Sender(**described["sender"])}, parts=rest)
+    raise ValueError(f"{message.kind} is no report")
+
+
+def results_of(reports: Sequence[Report], exit_status: int) -> list[Any]:
+    """Return the results of all instances in order, after poprun has ended with status 0.
+
+    Raises:
+        LaunchError: A result is missing, or cannot be unpickled here.
+    """
+    last = max((report.sender.attempt for report in reports), default=0)
+    results = [each for each in reports if isinstance(each, Result) and each.sender.attempt == last]
+    if not results:
+        raise LaunchError(
+            "poprun has ended, but no instance has run the function; leave out options that only ask "
+            "poprun something, such as --dry-run",
+            exit_status,
+        )
+    by_index = {each.sender.index: each for each in results}
+    count = results[-1].sender.count
+    if missing := sorted(set(range(count)) - by_index.keys()):
+        raise LaunchError(
+            f"no result has come from instance {missing[0]} of {count}, though its process has ended "
+            "without an error; let the function return there, and do not call os._exit",
+            exit_status,
+        )
+    return [_value_of(by_index[index], exit_status) for index in range(count)]
+
+
+def _value_of(result: Result, exit_status: int) -> Any:
+    try:
+        return unpack(result.parts)
+    except Exception as error:
+        raise LaunchError(
+            f"the result of {result.sender} cannot be unpickled in this process: {error}; return NumPy "
+            "arrays, numbers and texts",
+            exit_status,
+        ) from error
+
+
+def cause_of(reports: Sequence[Report]) -> Exception | None:
+    """Return the exception to raise after a failure: the first that follows from no other instance's end.
+
+    Its notes name the failures of the other instances. None: no instance has reported an exception.
+    """
+    failures = [report for report in reports if isinstance(report, Failure)]
+    if not failures:
+        return None
+    cause = min(failures, key=lambda failure: failure.follows)
+    error = cause.as_exception()
+    others = [failure for failure in failures if failure is not cause]
+    for failure in others[:MOST_NOTES]:
+        error.add_note(f"{failure.sender} also failed: {failure.said}")
+    if len(others) > MOST_NOTES:
+        error.add_note(f"{len(others) - MOST_NOTES} more instances failed")
+    return error

@@ -1,0 +1,83 @@
+"""The program of an instance of a launched function: it gets the function, runs it, and reports its result."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from typing import NoReturn
+
+from popdist.context import instance
+from popdist.environments.poprun import SPARE_VARIABLE
+from popdist.failing import follows_from_another
+from popdist.instance import this_host
+from popdist.launching.channel import FUNCTION_LIMIT_S, Channel, Kind, Message, call
+from popdist.launching.reports import Failure, Result, Sender
+from popdist.launching.travelling import know_sources, pack, unpack
+from popdist.launching.variables import LAUNCH_VARIABLES
+from popdist.process import process
+from popdist.records.faults import ATTEMPT_VARIABLE
+from popdist.records.progress import Role
+
+
+def main() -> None:
+    """Run the function of the launching process; end with status 1 if it raises an exception."""
+    channel = call(os.environ)
+    for name in LAUNCH_VARIABLES:
+        os.environ.pop(name, None)  # the function's own child processes are no instances
+    channel.send(Message(Kind.READY))
+    channel.limit(FUNCTION_LIMIT_S)
+    setup, *parts = channel.receive().parts
+    channel.limit(None)
+    described = json.loads(bytes(setup))
+    sys.path += [folder for folder in described["path"] if folder not in sys.path]
+    sys.argv = described["argv"]
+    know_sources(described["sources"])
+    try:
+        function, args = unpack(parts)
+        del parts
+        value = function(*args)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+        value = None
+    except Exception as error:
+        _fail(channel, error)
+    if not _is_spare():
+        _send_result(channel, value)
+
+
+def _is_spare() -> bool:
+    """Return whether this process has taken no instance's place; an instance reports its result for it."""
+    return process.role is Role.SPARE if process.communicator is not None else SPARE_VARIABLE in os.environ
+
+
+def _send_result(channel: Channel, value: object) -> None:
+    try:
+        parts = pack(value)
+    except Exception as error:
+        refusal = TypeError(
+            f"the result of the function, a {type(value).__name__}, cannot be pickled: {error}; return NumPy arrays, "
+            "numbers and texts"
+        )
+        _fail(channel, refusal)
+    channel.send(Result(_sender(), parts).pack())
+
+
+def _fail(channel: Channel, error: Exception) -> NoReturn:
+    """Report an exception, which the launching process raises again, and end this process."""
+    own = error.__traceback__
+    trace = "".join(traceback.format_exception(type(error), error, own and own.tb_next))
+    said = "".join(traceback.format_exception_only(error)).strip()
+    try:
+        parts = pack(error)
+    except Exception:  # of any kind, because the exception's class may do anything
+        parts = []
+    channel.send(Failure(_sender(), said, trace, follows_from_another(error), parts).pack())
+    sys.exit(1)
+
+
+def _sender() -> Sender:
+    this = instance()
+    return Sender(this.index, this.count, this_host(), int(os.environ.get(ATTEMPT_VARIABLE, "0")))

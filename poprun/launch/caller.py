@@ -1,0 +1,42 @@
+"""The ties of a job to the process that called `popdist.launch`."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import replace
+
+from popdist.errors import LaunchError
+from popdist.launching.channel import Kind, Message, call
+from popdist.launching.variables import NETWORK_VARIABLE
+from poprun.errors import PopRunError
+from poprun.ipc.processes import die_with_parent
+from poprun.launch.launch import Launch
+
+
+def tie_to_caller(launch: Launch, environ: Mapping[str, str]) -> tuple[Launch, dict[str, str]]:
+    """End this process with the calling one, and let the instances on other hosts reach the calling one.
+
+    Args:
+        launch: The launch.
+        environ: The environment, with the variables of `popdist.launch`.
+
+    Returns:
+        The launch and the environment in which instances on other hosts find the calling process.
+
+    Raises:
+        PopRunError: The calling process has ended, or it cannot listen at this machine's address.
+    """
+    die_with_parent(signal.SIGTERM)
+    try:
+        channel = call(environ)  # also fails if the calling process has ended before
+        if launch.remote is None:
+            channel.close()
+            return launch, dict(environ)
+        channel.send(Message(Kind.LISTEN, [launch.remote.address.encode()]))
+        port = bytes(channel.receive().parts[0]).decode()
+        channel.close()
+    except (LaunchError, OSError) as error:
+        raise PopRunError(f"the function cannot be handed out: {error}") from None
+    place = f"{launch.remote.address} {port}"
+    return replace(launch, forwarded=(*launch.forwarded, NETWORK_VARIABLE)), {**environ, NETWORK_VARIABLE: place}

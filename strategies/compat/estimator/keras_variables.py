@@ -1,0 +1,72 @@
+"""The variables of Keras layers inside a `model_fn`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import keras
+from keras.src.backend.common import global_state
+
+from strategies.compat.estimator.variables import CallVariables, unique_name
+from strategies.typing import Leaf
+
+_PENDING = "uninitialized_variables"
+
+
+class KerasVariables(keras.StatelessScope):
+    """A scope in which layers read and assign the variables of a call, also of models made inside the scope."""
+
+    def __init__(self, call: CallVariables) -> None:
+        super().__init__(initialize_variables=False)
+        self._call = call
+        self._names: dict[int, str] = {}
+        self._seen: list[Any] = []  # keeps the identities of variables from being used again
+        self._pending = list(global_state.get_global_attribute(_PENDING, []))
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        global_state.set_global_attribute(_PENDING, self._pending)  # Keras would initialize those of the call
+
+    def get_current_value(self, variable: Any) -> Leaf:
+        """Return the value of a variable; the first request decides its place among the variables of the model."""
+        if id(variable) not in self.state_mapping:
+            self._seen.append(variable)
+            if _is_random_state(variable):
+                value = jax.random.key_data(self._call.next_key())
+            else:
+                name = self._names[id(variable)] = unique_name(variable.path, self._call.values)
+                value = self._call.read(name, lambda: _initial_value(variable), variable.trainable, variable)
+            self.state_mapping[id(variable)] = value
+        return self.state_mapping[id(variable)]
+
+    def add_update(self, update: tuple[Any, Leaf]) -> None:
+        """Keep the value that a layer assigns."""
+        variable, value = update
+        self.get_current_value(variable)
+        super().add_update(update)
+        if id(variable) in self._names:
+            self._call.assigned[self._names[id(variable)]] = value
+
+
+def fill(model: Any, values: Mapping[str, Leaf]) -> None:
+    """Give a built model the trained values; raise ValueError if one of its variables was not trained."""
+    named: dict[str, Any] = {}
+    for variable in model.variables:
+        if not _is_random_state(variable):
+            named[unique_name(variable.path, named)] = variable
+    if missing := named.keys() - values.keys():
+        raise ValueError(f"the model has {sorted(missing)}, but the trained variables are {sorted(values)}")
+    for name, variable in named.items():
+        variable.assign(values[name])
+
+
+def _is_random_state(variable: Any) -> bool:
+    return not variable.trainable and tuple(variable.shape) == (2,) and variable.dtype == "uint32"
+
+
+def _initial_value(variable: Any) -> Leaf:
+    if variable._value is not None:
+        return variable._value
+    return variable._initializer(variable.shape, dtype=variable._dtype)

@@ -1,0 +1,171 @@
+"""A `model_fn` in one mode, as functions that a `Trainer` takes, and the batches of its replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import strategies.trees as trees
+from strategies.compat.estimator.run_config import ModeKeys
+from strategies.compat.estimator.spec import Gradient, IPUEstimatorSpec, Update, arguments_of
+from strategies.compat.estimator.variables import CallVariables
+from strategies.jax.evaluation.mean import Mean
+from strategies.jax.feeds.outfeed import OutfeedQueue
+from strategies.jax.gradients.arguments import Outcome
+from strategies.jax.replicas.replica_context import replica_context
+from strategies.strategy import Strategy
+from strategies.typing import Batch, Function, Key, Leaf, Tree, Variables
+
+UNUSED = "(none)"
+REPORTED = "reported"
+
+
+class Network:
+    """A `model_fn` in one mode. A batch of a step is `(element, global_step)`, with one element for each micro-batch.
+
+    Args:
+        call: Function of the parts of an element that returns an `IPUEstimatorSpec`.
+        strategy: Strategy whose replicas run it.
+        element: Element of one replica.
+        given: Values of variables by name; empty for initial ones.
+
+    Attributes:
+        spec: Result of the first call.
+        update: Update of a training step; None if it changes no variable.
+        trained: First values of the variables that an optimizer may train by name.
+        state: First values of the others; None without any.
+        is_independent: Whether replicas use no collectives.
+    """
+
+    spec: IPUEstimatorSpec
+
+    def __init__(self, call: Function, strategy: Strategy, element: Tree, given: Mapping[str, Leaf]) -> None:
+        self._call = call
+        self._outfeed = OutfeedQueue()
+
+        def traced(element: Tree, index: Leaf) -> None:
+            context = strategy.replicas.new_context(index, "shapes")
+            with replica_context(context):
+                self.spec, own, self.update = self._called(given, element, jax.random.key(0), index)
+            self.is_independent = context.is_independent
+            self.trained = {name: own.values[name] for name in own.trained} or {UNUSED: np.zeros((), np.float32)}
+            self.state = {name: value for name, value in own.values.items() if name not in own.trained} or None
+
+        jax.eval_shape(traced, element, np.int32(0))
+
+    def _called(
+        self, given: Mapping[str, Leaf], element: Tree, key: Key, step: Leaf
+    ) -> tuple[IPUEstimatorSpec, CallVariables, Update | None]:
+        own = CallVariables(given, key, step)
+        with own.active():
+            spec = self._call(*element)
+            return spec, own, spec.update() if spec.mode == ModeKeys.TRAIN else None
+
+    def _in_step(
+        self, variables: Variables, batch: Batch, key: Key, state: Sequence[Tree]
+    ) -> tuple[IPUEstimatorSpec, CallVariables, Update | None]:
+        element, step = jax.tree.map(lambda leaf: leaf[0], batch)
+        return self._called({**variables, **(state[0] if state else {})}, element, key, step)
+
+    def loss_fn(self, variables: Variables, batch: Batch, key: Key, *state: Tree) -> Outcome:
+        """Return the loss to differentiate, and the loss to report if it is another one."""
+        spec, own, update = self._in_step(variables, batch, key, state)
+        loss = spec.loss if update is None else update.loss
+        metrics = {} if loss is spec.loss else {REPORTED: _scalar(spec.loss)}
+        if arrays := [one for one in arguments_of(spec.host_call) if not isinstance(one, Gradient)]:
+            self._outfeed.enqueue([jax.lax.stop_gradient(jnp.asarray(one)) for one in arrays])
+        after = {name: own.assigned.get(name, own.values[name]) for name in self.state} if self.state else None
+        return Outcome(_scalar(loss), metrics, after)
+
+    def metrics_fn(self, variables: Variables, batch: Batch, mask: Leaf, key: Key, *state: Tree) -> dict[str, Any]:
+        """Return the loss and the metrics of an element."""
+        spec, _, _ = self._in_step(variables, batch, key, state)
+        found = {"loss": _scalar(spec.loss), **(spec.eval_metric_ops or {})}
+        merged = {name: one for name, one in found.items() if hasattr(one, "merge")}
+        return {
+            name: Mean.of(jnp.asarray(one)[None], mask) for name, one in found.items() if name not in merged
+        } | merged
+
+    def arrays_fn(self, variables: Variables, batch: Batch, key: Key, *state: Tree) -> Tree:
+        """Return the predictions for an element, or its loss and the arrays for `eval_metrics`, with an axis before."""
+        spec, _, _ = self._in_step(variables, batch, key, state)
+        found = spec.predictions if spec.eval_metrics is None else (_scalar(spec.loss), spec.eval_metrics[1])
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], found)
+
+    def host_metrics(self, batches: Iterable[Tree]) -> dict[str, Any]:
+        """Merge the losses and the results of `eval_metrics`, batch by batch and replica by replica."""
+        merged: dict[str, Any] = {}
+        function = self.spec.eval_metrics[0] if self.spec.eval_metrics else dict
+        for losses, arrays in batches:
+            for replica, loss in enumerate(losses):
+                own = trees.map(lambda leaf: leaf[replica], arrays)  # noqa: B023  called at once
+                found = {"loss": loss, **(function(**own) if isinstance(own, Mapping) else function(*own))}
+                for name, one in found.items():
+                    metric = one if hasattr(one, "merge") else Mean(np.float64(one), np.float64(1))
+                    merged[name] = merged[name].merge(metric) if name in merged else metric
+        return {name: one.value if isinstance(one, Mean) else one for name, one in merged.items()}
+
+    def call_host(self, workers: int, replicas: int) -> None:
+        """Call the function of `host_call` once for each worker of this instance.
+
+        Raises:
+            TypeError: If it returns nothing.
+            ValueError: If it does not apply the gradients that it gets.
+        """
+        if self.spec.host_call is None:
+            return
+        function, given = self.spec.host_call[0], arguments_of(self.spec.host_call)
+        handles = {one.name for one in given if isinstance(one, Gradient)}
+        fed = self._outfeed.dequeue() if len(handles) < len(given) else []
+        lead = 1 if workers * replicas == 1 else 2
+        fed = [leaf.reshape(workers, *[replicas] * (replicas > 1), *leaf.shape[lead:]) for leaf in fed]
+        for worker in range(workers):
+            own = (leaf[worker] for leaf in fed)
+            returned = function(*[one if isinstance(one, Gradient) else next(own) for one in given])
+            if returned is None:
+                raise TypeError("the function of host_call returns None; return an array, or an update")
+            if handles and not (isinstance(returned, Update) and returned.names == handles):
+                raise ValueError("the function of host_call gets gradients; return apply_gradients of all of them")
+
+
+def _scalar(loss: Leaf) -> Leaf:
+    loss = jnp.asarray(loss)
+    return (loss if jnp.issubdtype(loss.dtype, jnp.floating) else loss.astype(jnp.float32)).reshape(())
+
+
+def dealt(inputs: Sequence[Iterator[Any]], replicas: int, count: int) -> Iterator[Tree]:
+    """Yield the elements of an instance's replicas for each step, stacked, as long as all inputs have enough.
+
+    Args:
+        inputs: Input of each worker.
+        replicas: Number of replicas of a worker. Element i * replicas + r is micro-batch i of replica r.
+        count: Number of micro-batches of a step.
+
+    Raises:
+        ValueError: If batches differ in their shapes.
+    """
+    first = None
+    while True:
+        rows: list[Tree] = []
+        for own in inputs:
+            part = [_element(one) for one in islice(own, replicas * count)]
+            if len(part) < replicas * count:
+                return
+            rows += [one for replica in range(replicas) for one in part[replica::replicas]]
+        shapes = [trees.map(lambda leaf: (leaf.shape, leaf.dtype), row) for row in rows]
+        first = first or shapes[0]
+        if other := [one for one in shapes if one != first]:
+            raise ValueError(f"a batch of input_fn has {other[0]}, but the first has {first}; drop the remainder")
+        yield trees.map(lambda *leaves: np.stack(leaves), *rows)
+
+
+def _element(given: Any) -> tuple[Tree, ...]:
+    parts = tuple(given) if isinstance(given, tuple | list) else (given,)
+    if len(parts) > 2:
+        raise ValueError(f"a batch of input_fn has {len(parts)} parts; give features, or (features, labels)")
+    return tuple(trees.map(np.asarray, part) for part in parts if part is not None)

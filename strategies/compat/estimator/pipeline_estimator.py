@@ -1,0 +1,155 @@
+"""The estimator whose model is a pipeline of stages."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from typing_extensions import override
+
+from strategies.argument_checks import positive
+from strategies.compat.estimator.estimator import IPUEstimator, checked, taken
+from strategies.compat.estimator.run_config import ModeKeys
+from strategies.compat.estimator.spec import CrossReplicaOptimizer, IPUEstimatorSpec
+from strategies.compat.functions.optimizer_function import OptimizerFunctionOutput
+from strategies.compat.functions.stage_functions import StageFunctions, listed
+from strategies.core.options import GradientAccumulationReductionMethod
+from strategies.pipelines.mapping import DeviceMapping, Stage, num_devices
+from strategies.pipelines.marks import pipeline_stage
+from strategies.pipelines.pipelining import Pipelining
+from strategies.typing import Tree
+
+_OF_PIPELINE = ("recomputation_mode", "offload_activations", "offload_gradient_accumulation_buffers")
+_OF_STEP = {
+    "gradient_accumulation_dtype": "gradient_accumulation_dtype",
+    "replicated_optimizer_state_sharding": "replicated_optimizer_state_sharding",
+    "offload_weight_update_variables": "offload_optimizer_state",
+}
+
+
+class IPUPipelineEstimatorSpec:
+    """The stages of a model. Semantics: the original's class of that name; see `pipelining_ops.pipeline`.
+
+    Args:
+        mode: A member of `ModeKeys`.
+        computational_stages: At least two functions; the first gets the features and labels, each later one the
+            outputs of the stage before. They read variables with `get_variable` or layers of Keras.
+        gradient_accumulation_count: Number of micro-batches of an update.
+        eval_metrics_fn: Function of the last stage's outputs that returns metrics by name.
+        optimizer_function: Function of the last stage's outputs that returns an `OptimizerFunctionOutput`.
+        device_mapping: Device of each stage.
+        loss_accumulator_dtype: Without effect.
+        reduction_method: Reduction of gradients over micro-batches; over replicas it is the mean.
+        pipeline_op_kwargs: Other options of `pipelining_ops.pipeline`.
+
+    Raises:
+        ValueError: If the mode lacks a function, or an option is of the estimator itself.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        computational_stages: Sequence[Stage],
+        gradient_accumulation_count: int | None = None,
+        eval_metrics_fn: Callable[..., Mapping[str, Any]] | None = None,
+        optimizer_function: Callable[..., OptimizerFunctionOutput] | None = None,
+        device_mapping: DeviceMapping | None = None,
+        loss_accumulator_dtype: object = None,
+        training_hooks: Sequence[Any] = (),
+        evaluation_hooks: Sequence[Any] = (),
+        prediction_hooks: Sequence[Any] = (),
+        reduction_method: GradientAccumulationReductionMethod | str = GradientAccumulationReductionMethod.SUM,
+        **pipeline_op_kwargs: Any,
+    ) -> None:
+        needs = {ModeKeys.TRAIN: optimizer_function, ModeKeys.EVAL: eval_metrics_fn}
+        if mode in needs and needs[mode] is None:
+            raise ValueError(f"mode {mode!r} needs the optimizer_function or eval_metrics_fn of the spec; give it")
+        others = {*pipeline_op_kwargs} - {*_OF_PIPELINE, *_OF_STEP, "pipeline_schedule", "name"}
+        if others:
+            raise ValueError(f"{sorted(others)} may not be passed to IPUPipelineEstimatorSpec; the estimator sets them")
+        self.mode, self.stages, self.mapping = mode, computational_stages, device_mapping
+        self.count = gradient_accumulation_count
+        self.eval_metrics_fn, self.optimizer_function = eval_metrics_fn or dict, optimizer_function or dict
+        self.hooks: dict[str, Any] = {"training_hooks": training_hooks, "evaluation_hooks": evaluation_hooks}
+        self.hooks["prediction_hooks"] = prediction_hooks
+        self.method = GradientAccumulationReductionMethod.parse(reduction_method)
+        self.options = pipeline_op_kwargs
+
+    def outputs(self, *element: Tree) -> list[Tree]:
+        """Return the last stage's outputs, with the marks of a pipeline."""
+        named = element[0] if len(element) == 1 and isinstance(element[0], Mapping) else {}
+        first, *others = [_without_variables(stage) for stage in self.stages]
+        stages = [partial(first, **named) if named else first, *others]
+        return listed(StageFunctions(stages, [] if named else element, None).outputs(None, []))
+
+
+def _without_variables(stage: Stage) -> Any:
+    if isinstance(stage, Sequence):
+        return [_without_variables(one) for one in stage]
+    return lambda variables, *values, **named: stage(*values, **named)
+
+
+class IPUPipelineEstimator(IPUEstimator):
+    """An estimator whose `model_fn` takes no batch and returns an `IPUPipelineEstimatorSpec`.
+
+    Iterations and steps count micro-batches. Semantics: the original's class of that name.
+    """
+
+    _takes = frozenset()
+
+    @property
+    @override
+    def _count(self) -> int:
+        devices, count = self.config.devices, positive("gradient_accumulation_count", self._pipeline("train").count)
+        if devices.iterations_per_loop % count:
+            raise ValueError(
+                f"iterations_per_loop is {devices.iterations_per_loop}; it must be a multiple of the "
+                f"gradient_accumulation_count, {count}"
+            )
+        return count
+
+    @functools.cache  # noqa: B019  an estimator has few modes
+    def _pipeline(self, mode: str) -> IPUPipelineEstimatorSpec:
+        spec = checked(self.model_fn(**taken(self._named(mode), self._arguments)), IPUPipelineEstimatorSpec, mode)
+        shards = self.config.devices.num_shards
+        used = num_devices(spec.mapping, len(spec.stages))
+        if not shards / 2 < used <= shards:
+            raise ValueError(
+                f"the pipeline uses {used} devices, but num_shards is {shards}; it must be the power of two that holds "
+                "them"
+            )
+        return spec
+
+    @override
+    def _options(self, spec: IPUEstimatorSpec) -> dict[str, Any]:
+        own = self._pipeline("train")
+        of_pipeline = {name: own.options[name] for name in _OF_PIPELINE if name in own.options}
+        of_step = {ours: own.options[name] for name, ours in _OF_STEP.items() if name in own.options}
+        mapping = own.mapping if own.mapping is not None else list(range(len(own.stages)))
+        pipeline = Pipelining(mapping, own.options.get("pipeline_schedule"), allow_idle_devices=True, **of_pipeline)
+        step = {"gradient_accumulation_count": own.count, "reduction_method": own.method}
+        return {"pipeline": pipeline, **step, **of_step}
+
+    @override
+    def _model(self, mode: str) -> Callable[..., IPUEstimatorSpec]:
+        own = self._pipeline(mode)
+
+        def call(*element: Tree) -> IPUEstimatorSpec:
+            outputs = own.outputs(*element)
+            if mode == ModeKeys.PREDICT:
+                if len(outputs) != 1:
+                    raise ValueError(f"the last stage returns {len(outputs)} arrays; return one, or a dictionary")
+                return IPUEstimatorSpec(mode, outputs[0], **own.hooks)
+            if mode == ModeKeys.EVAL:
+                metrics = dict(own.eval_metrics_fn(*outputs))
+                return IPUEstimatorSpec(mode, loss=metrics.pop("loss", 0.0), eval_metric_ops=metrics, **own.hooks)
+            with pipeline_stage(len(own.stages) - 1):
+                found: Any = own.optimizer_function(*outputs)
+                if not isinstance(found, OptimizerFunctionOutput) or found.gradient_capture_context is not None:
+                    raise TypeError(f"the optimizer_function returns {found!r}; return a plain OptimizerFunctionOutput")
+                update = CrossReplicaOptimizer(found.opt).minimize(found.loss, None, found.variables)
+                return IPUEstimatorSpec(mode, loss=found.loss, train_op=update, **own.hooks)
+
+        return call

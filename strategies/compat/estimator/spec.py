@@ -1,0 +1,157 @@
+"""The result of a `model_fn`, and its optimizers: gradients are handles, because the step computes and applies them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optax
+
+from strategies.argument_checks import wrong_type
+from strategies.compat.estimator.run_config import ModeKeys
+from strategies.compat.estimator.variables import current_call
+from strategies.jax.updates.optimizers import AnyOptimizer, MapGradientOptimizer
+from strategies.typing import Leaf, Tree
+
+HostCall = tuple[Callable[..., Any], Sequence[Any] | Mapping[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Gradient:
+    """A handle of the gradient of a loss by a variable."""
+
+    optimizer: Optimizer
+    loss: Leaf
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """An update of variables by the gradients of a loss."""
+
+    optimizer: Optimizer
+    loss: Leaf
+    names: frozenset[str]
+
+
+class Optimizer:
+    """An optimizer of optax with the methods of TensorFlow's.
+
+    A step averages the gradients of all workers, as if each had divided its loss by their number and they were added.
+
+    Raises:
+        TypeError: If `opt` is neither a gradient transformation of optax nor a `MapGradientOptimizer`.
+    """
+
+    averages_replicas = False
+
+    def __init__(self, opt: AnyOptimizer | Optimizer) -> None:
+        self.opt: AnyOptimizer = opt.opt if isinstance(opt, Optimizer) else opt
+        if not isinstance(self.opt, optax.GradientTransformation | MapGradientOptimizer):
+            raise wrong_type("opt", opt, "use a gradient transformation of optax")
+
+    def minimize(self, loss: Leaf, global_step: object = None, var_list: Sequence[Any] | None = None) -> Update:
+        """Return the update by the gradients of a loss, as a `train_op`."""
+        return self.apply_gradients(self.compute_gradients(loss, var_list), global_step)
+
+    def compute_gradients(self, loss: Leaf, var_list: Sequence[Any] | None = None) -> list[tuple[Gradient, Any]]:
+        """Return a handle of the gradient for each variable, and the variable.
+
+        Args:
+            loss: Floating-point scalar.
+            var_list: Results of `get_variable`, or Keras variables; None for all that `model_fn` has read.
+
+        Raises:
+            ValueError: If there is no variable, or one is not known.
+        """
+        known = current_call("compute_gradients").trained
+        chosen = [(name, one) for name, one in known.items() if var_list is None or any(one is own for own in var_list)]
+        if not chosen or len(chosen) < len(var_list or ()):
+            raise ValueError(f"No variables to optimize, or other ones than {', '.join(known) or 'none'}")
+        return [(Gradient(self, loss, name), one) for name, one in chosen]
+
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: object = None) -> Update:
+        """Return the update by gradients that `compute_gradients` of this optimizer returned, as a `train_op`.
+
+        Raises:
+            TypeError: If a gradient is anything else, for example a changed one.
+            ValueError: If there is no gradient; or a `global_step`, because the estimator counts the steps.
+        """
+        gradients = [gradient for gradient, _ in grads_and_vars]
+        if not gradients or global_step is not None:
+            raise ValueError("No gradients provided for any variable, or a global_step, which the estimator increments")
+        for one in gradients:
+            if not isinstance(one, Gradient) or one.optimizer is not self:
+                raise TypeError(
+                    f"apply_gradients gets {one!r}, not a gradient of its optimizer's compute_gradients; to change "
+                    "gradients, give Optimizer a MapGradientOptimizer or an optax.chain"
+                )
+        return Update(self, gradients[0].loss, frozenset(one.name for one in gradients))
+
+
+class CrossReplicaOptimizer(Optimizer):
+    """An optimizer that averages gradients over the replicas of a worker too; needed if `num_replicas` is above 1."""
+
+    averages_replicas = True
+
+
+@dataclass(frozen=True, eq=False)
+class IPUEstimatorSpec:
+    """The model in a mode. Semantics: the original's class of that name.
+
+    Attributes:
+        mode: A member of `ModeKeys`.
+        predictions: Array, or dictionary of arrays, with a row for each row of the features.
+        loss: Scalar, the mean over the rows of the batch.
+        train_op: Result of an `Optimizer`, or an optimizer of optax; an array leaves the variables to `host_call`.
+        eval_metric_ops: Metrics by name: scalars, averaged over batches, or `strategies.Mean`.
+        eval_metrics: `(function, arrays)`; the function returns metrics by name, given NumPy arrays of a batch.
+        host_call: `(function, arrays)`; after each step the function is called for each worker, with NumPy arrays and
+            gradients of `compute_gradients`, for which it must return the result of `apply_gradients`.
+        training_hooks: Objects as for `IPUEstimator.train`; also `evaluation_hooks` and `prediction_hooks`.
+
+    Raises:
+        TypeError: If an attribute has the wrong type.
+        ValueError: If the mode needs another attribute, or both kinds of metrics are given.
+    """
+
+    mode: str
+    predictions: Tree = None
+    loss: Leaf = None
+    train_op: Any = None
+    eval_metric_ops: Mapping[str, Any] | None = None
+    eval_metrics: HostCall | None = None
+    host_call: HostCall | None = None
+    training_hooks: Sequence[Any] = ()
+    evaluation_hooks: Sequence[Any] = ()
+    prediction_hooks: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        needed = {ModeKeys.TRAIN: ("loss", "train_op"), ModeKeys.EVAL: ("loss",), ModeKeys.PREDICT: ("predictions",)}
+        if self.mode not in needed:
+            raise ValueError(f"mode is {self.mode!r}; use a member of ModeKeys")
+        if missing := [name for name in needed[self.mode] if getattr(self, name) is None]:
+            raise ValueError(f"Missing {missing[0]}; IPUEstimatorSpec needs it in mode {self.mode!r}")
+        if self.mode == ModeKeys.EVAL and (self.eval_metric_ops is None) == (self.eval_metrics is None):
+            raise ValueError("give exactly one of eval_metric_ops and eval_metrics in mode 'eval'")
+        for name in ("host_call", "eval_metrics"):
+            call = getattr(self, name)
+            if call is not None and not (isinstance(call, tuple) and len(call) == 2 and callable(call[0])):
+                raise wrong_type(name, call, "use a tuple of a function and its arrays")
+            if call is not None and not isinstance(call[1], list | tuple | Mapping):
+                raise wrong_type(f"{name}[1]", call[1], "use a list of arrays")
+
+    def update(self) -> Update | None:
+        """Return the update of a training step; None if it changes no variable. Call it inside of `model_fn`."""
+        if isinstance(self.train_op, Update):
+            return self.train_op
+        handles = [one for one in arguments_of(self.host_call) if isinstance(one, Gradient)]
+        if handles:
+            return handles[0].optimizer.apply_gradients((one, None) for one in handles)
+        return None if hasattr(self.train_op, "shape") else Optimizer(self.train_op).minimize(self.loss)
+
+
+def arguments_of(call: HostCall | None) -> list[Any]:
+    """Return the arguments of a function that the host calls."""
+    return [] if call is None else list(call[1].values() if isinstance(call[1], Mapping) else call[1])

@@ -1,0 +1,97 @@
+"""Weighted means: the checks of weights, and the division by the mean weight.
+
+Replica i contributes `w_i * g_i` for its gradients, `w_i * m_i` for its metrics and `w_i` itself. The exchange makes
+the means of all three in the order of the tree, and the quotient of two means is `sum(w_i g_i) / sum(w_i)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from strategies.argument_checks import wrong_type
+from strategies.errors import WeightError, ZeroWeightError
+from strategies.typing import Number
+
+ERROR, SKIP = "error", "skip"
+"""The values of the option `zero_weight`."""
+
+
+def checked_zero_weight(option: object) -> str:
+    """Return the option `zero_weight`.
+
+    Raises:
+        TypeError: If it is not a string.
+        ValueError: If it is neither "error" nor "skip".
+    """
+    if not isinstance(option, str):
+        raise wrong_type("zero_weight", option, "use 'error' or 'skip'")
+    if option not in (ERROR, SKIP):
+        raise ValueError(f"zero_weight is {option!r}; use 'error' or 'skip'")
+    return option
+
+
+def travelling(weight: float) -> np.float32:
+    """Return the weight as it travels: NaN for a negative weight, so that no sum of weights hides it."""
+    with np.errstate(over="ignore"):
+        number = np.float32(weight)
+    return number if number >= 0 and np.isfinite(number) else np.float32(np.nan)
+
+
+def is_weighted(weight: float, step: int, zero_weight: str, who: Callable[[], Sequence[int]] | None = None) -> bool:
+    """Return whether a step may be applied; False if all weights are zero, and the step is to be skipped.
+
+    The arguments are the same on all instances, so all of them raise, or none does.
+
+    Args:
+        weight: Mean weight of all replicas and micro-batches, after `travelling`.
+        step: Number of steps so far.
+        zero_weight: Option `zero_weight`.
+        who: Returns the replicas with a weight that is negative or not finite, for the message. May be collective.
+
+    Raises:
+        WeightError: If a weight is negative or not finite.
+        ZeroWeightError: If all weights are zero, and `zero_weight` is "error".
+    """
+    if not math.isfinite(weight):
+        where = "" if who is None else f" on the replicas {who()}"
+        raise WeightError(
+            f"the weight of a loss is negative or not finite at step {step}{where}; the step was not applied: return a "
+            "weight that is finite and at least 0, such as the number of tokens"
+        )
+    if weight == 0 and zero_weight == ERROR:
+        raise ZeroWeightError(
+            f"all replicas and micro-batches have weight 0 at step {step}, so there is no mean; the step was not "
+            "applied: leave such batches out, or use zero_weight='skip'"
+        )
+    return weight != 0
+
+
+def check_weights_of_rows(sums: Iterable[Number]) -> None:
+    """Check the weights of an evaluation's rows.
+
+    Args:
+        sums: Sums of the weights of all rows, after `travelling`.
+
+    Raises:
+        WeightError: If a weight is negative or not finite.
+    """
+    if not all(math.isfinite(each) for each in sums):
+        raise WeightError(
+            "the weight of a row is negative or not finite in an evaluation; return a weight that is finite and at "
+            "least 0, such as the number of tokens"
+        )
+
+
+def weighted_means(means: np.ndarray, weight: float) -> np.ndarray:
+    """Return weighted means, float32; NaN if the weight is 0.
+
+    Args:
+        means: Means of values that were multiplied by their weights, float32.
+        weight: Mean weight.
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found: np.ndarray = np.divide(means, np.float32(weight), dtype=np.float32)
+    return found

@@ -1,0 +1,94 @@
+"""The layers of a step on JAX, whose norms and distributions go to sinks of metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from strategies.core.distributions import Layers, layer_names
+from strategies.core.engine import Arrived
+from strategies.core.metrics import UnreadArray
+from strategies.jax.gradients.replica_program import ReplicaProgram
+from strategies.jax.options import StepOptions
+from strategies.jax.preparation import StepPrograms
+from strategies.jax.programs.program import jit
+from strategies.jax.replicas.devices import borrow
+from strategies.jax.replicas.replicas import Replicas
+from strategies.jax.replicas.shards import PartOfArray
+from strategies.train_state import TrainState
+from strategies.typing import Leaf
+
+
+@final
+class JaxLayers:
+    """The layers of the steps of one Trainer.
+
+    Args:
+        replicas: Places of the replicas.
+        programs: Programs of the steps.
+        options: Options of the step.
+
+    Attributes:
+        variable_names: Names of the trained variables; None for their paths in the pytree.
+    """
+
+    def __init__(self, replicas: Replicas, programs: StepPrograms, options: StepOptions) -> None:
+        self.variable_names: Sequence[str] | None = None
+        self._replicas = replicas
+        self._programs = programs
+        self._options = options
+        self._known: tuple[jax.tree_util.PyTreeDef, tuple[str, ...]] | None = None
+
+    def of(self, state: TrainState, program: ReplicaProgram, tail: UnreadArray, arrived: Arrived) -> Layers:
+        """Return the layers of a step whose exchange has arrived.
+
+        Args:
+            state: State before the step.
+            program: Computation of a replica.
+            tail: Values that travelled behind the gradients.
+            arrived: Results of the exchange.
+        """
+        paths, structure = jax.tree_util.tree_flatten_with_path(self._programs.trained(state.variables))
+        if self._known is None or self._known[0] != structure:
+            of_paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
+            self._known = structure, layer_names(self.variable_names or of_paths)
+        names, variables = self._known[1], [leaf for _, leaf in paths]
+        means, shards = arrived.gradients()
+
+        def gathered(number: int, part: Leaf) -> np.ndarray:
+            assert shards is not None
+            whole = jax.ShapeDtypeStruct(variables[number].shape, part.dtype)
+            return PartOfArray(part, whole, shards, self._replicas).gather(f"the gradient of {names[number]}")
+
+        norms = None if self._replicas.variables_device.platform == "cpu" else self.device_norms
+        divisor = self._divisor(state, program, tail)
+        return Layers(names, variables, jax.tree.leaves(means), divisor, shards, borrow, gathered, norms)
+
+    def _divisor(self, state: TrainState, program: ReplicaProgram, tail: UnreadArray) -> UnreadArray:
+        divisor: UnreadArray = 1.0
+        if state.loss_scale is not None and self._options.of_update.unscales:
+            divisor = state.loss_scale.scale
+        if program.places.is_weighted:
+            divisor = divisor * float(np.asarray(tail)[program.places.weight])
+        return divisor
+
+    def device_norms(self, leaves: Sequence[Leaf]) -> jax.Array:
+        """Return the norm of each array, float32, without waiting for it."""
+        found: jax.Array = self._norms(list(leaves))
+        return found
+
+    @cached_property
+    def _norms(self) -> jax.stages.Wrapped:
+        return jit(lambda leaves: jnp.stack([_norm(leaf.astype(jnp.float32)) for leaf in leaves]))
+
+
+def _norm(leaf: jax.Array) -> jax.Array:
+    """Return the norm of an array, whose squares may be beyond the range of float32; traceable."""
+    largest = jnp.max(jnp.abs(leaf), initial=0.0)
+    unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1.0)
+    return jnp.sqrt(jnp.sum(jnp.square(leaf / unit))) * unit

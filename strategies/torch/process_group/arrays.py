@@ -1,0 +1,120 @@
+"""The memory of tensors as collectives move and reduce it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from collectives import Communicator, UnsupportedBufferError
+from collectives.tree import combined
+from strategies.torch.tensors import as_array
+
+_ORDERED = {"SUM": "sum", "AVG": "mean", "MIN": "min", "MAX": "max"}
+_OF_BOOLS = {"SUM": "MAX", "PRODUCT": "MIN", "MIN": "MIN", "MAX": "MAX"}
+_GATHERED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "PRODUCT": torch.mul,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+_IN_FLOAT32 = (torch.float16, torch.bfloat16)
+
+
+def refuse_others(tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse tensors that are not in the memory of the host.
+
+    Raises:
+        UnsupportedBufferError: A tensor is on a device, or sparse.
+    """
+    for tensor in tensors:
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            kind = "" if tensor.layout is torch.strided else "sparse "
+            raise UnsupportedBufferError(
+                f"the backend popdist takes dense tensors on the CPU, not a {kind}tensor on {tensor.device}; move it "
+                "with tensor.cpu(), or make a group of another backend for it: new_group(backend='nccl')"
+            )
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as a contiguous tensor of one dimension, without a copy if possible."""
+    return tensor.detach().contiguous().view(-1)
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    """Return the memory of a contiguous tensor of any dtype, as flat uint8."""
+    array: np.ndarray = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return array
+
+
+def description(tensor: torch.Tensor) -> str:
+    """Format dtype and shape for messages and for the comparison of calls: `float32[3,4]`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{','.join(map(str, tensor.shape))}]"
+
+
+def copy_into(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy flat values into a tensor, unless they are its memory."""
+    if tensor.data_ptr() != values.data_ptr() or not tensor.is_contiguous():
+        tensor.detach().copy_(values.view(tensor.shape))
+
+
+def all_reduce(communicator: Communicator, values: torch.Tensor, op: str, name: str = "") -> torch.Tensor:
+    """Reduce a flat tensor over all ranks in the order of the tree; return it, or another one with the result.
+
+    Args:
+        communicator: Ranks of the group.
+        values: Flat contiguous tensor; may be overwritten.
+        op: Name of the operation in `torch.distributed.ReduceOp`.
+        name: Facts for the comparison of calls.
+    """
+    if values.dtype is torch.bool and op in _OF_BOOLS:
+        return all_reduce(communicator, values.view(torch.uint8), _OF_BOOLS[op], name or "bool").view(torch.bool)
+    if op in _ORDERED:
+        communicator.all_reduce(numbers(values), _ORDERED[op], name=name)
+        return values
+    return _combined(communicator, values, op, name)
+
+
+def reduce_scatter(
+    communicator: Communicator, values: torch.Tensor, out: torch.Tensor, op: str, name: str = ""
+) -> None:
+    """Reduce a flat tensor as `all_reduce` does; write this rank's block into `out`, a flat contiguous tensor."""
+    if op in _ORDERED and values.dtype is not torch.bool:
+        communicator.reduce_scatter(numbers(values), numbers(out), _ORDERED[op], name=name)
+        return
+    whole = all_reduce(communicator, values.clone(), op, name or "reduce_scatter")
+    out.copy_(whole.view(communicator.size, -1)[communicator.rank])
+
+
+def checked_op(op: str, dtype: torch.dtype) -> str:
+    """Return the name of a reduction.
+
+    Raises:
+        UnsupportedBufferError: Tensors of this dtype cannot be reduced so.
+    """
+    is_known = op in _OF_BOOLS if dtype is torch.bool else op in _ORDERED or op in _GATHERED
+    if not is_known or (op.startswith("B") and (dtype.is_floating_point or dtype.is_complex)):
+        known = ", ".join(_OF_BOOLS if dtype is torch.bool else (*_ORDERED, *_GATHERED))
+        raise UnsupportedBufferError(
+            f"the backend popdist cannot reduce {dtype} by {op}; use one of {known} (BAND, BOR and BXOR for integers)"
+        )
+    if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize == 1):
+        raise UnsupportedBufferError(
+            f"the backend popdist cannot reduce {dtype}; convert it, for example with tensor.float()"
+        )
+    return op
+
+
+def numbers(tensor: torch.Tensor) -> np.ndarray:
+    """Return the memory of a flat contiguous tensor as numbers."""
+    return as_array(tensor)
+
+
+def _combined(communicator: Communicator, values: torch.Tensor, op: str, name: str) -> torch.Tensor:
+    """Reduce by gathering: for operations that the collectives do not have."""
+    rows = torch.from_numpy(communicator.all_gather(bits(values), name=f"{name}{op} {values.dtype}"))
+    each = [row.view(values.dtype) for row in rows]
+    if values.dtype in _IN_FLOAT32:
+        each = [row.float() for row in each]
+    return combined(each, _GATHERED[op]).to(values.dtype)

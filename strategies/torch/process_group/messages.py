@@ -1,0 +1,244 @@
+"""Messages between two ranks of a process group: send and receive, matched by source and tag."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from collectives import ClosedError, LayoutMismatchError
+from collectives.point_to_point.link import EXCHANGE, Link, Transfer
+from collectives.waiting import Watch
+from strategies.torch.process_group.works import GroupWork
+
+_HEADER_WORDS = 2  # tag and number of bytes
+
+
+@dataclass(eq=False)
+class Sending:
+    """A message on its way: its transfers, which keep their order."""
+
+    to: int
+    transfers: deque[Transfer]
+    work: GroupWork
+    parts: list[np.ndarray]  # belong to the link until the transfers are done
+
+
+@dataclass(eq=False)
+class Receiving:
+    """A receive that waits for its message; `source` None: from any rank."""
+
+    into: np.ndarray
+    source: int | None
+    tag: int
+    work: GroupWork
+
+    def takes(self, source: int, tag: int) -> bool:
+        """Return whether a message of `source` with `tag` is meant for this receive."""
+        return self.tag == tag and self.source in (None, source)
+
+
+@dataclass(eq=False)
+class Arriving:
+    """The next message of one rank: its header, then its pieces."""
+
+    header: np.ndarray
+    transfers: deque[Transfer]
+    is_header: bool = True
+    data: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
+    receive: Receiving | None = None
+
+
+class Messages:
+    """The messages of one rank of a process group, moved by a thread while some are pending.
+
+    Messages between two ranks with equal tags keep their order. A message that nobody has asked for yet is kept.
+
+    Args:
+        link: Link that carries the messages; nobody else uses it.
+        watch: Waits for other ranks on the link.
+    """
+
+    def __init__(self, link: Link, watch: Watch) -> None:
+        self._link = link
+        self._watch = watch
+        self._changes = threading.Condition()
+        self._new: list[Receiving | tuple[np.ndarray, int, int, GroupWork]] = []
+        self._sending: list[Sending] = []
+        self._receiving: list[Receiving] = []
+        self._arriving: dict[int, Arriving] = {}
+        self._unasked: list[tuple[int, int, np.ndarray]] = []
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def send(self, data: np.ndarray, to: int, tag: int, work: GroupWork) -> None:
+        """Begin to send `data` (flat, uint8) to a rank; `work` ends when the memory may be changed."""
+        self._begin((data, to, tag, work))
+
+    def receive(self, into: np.ndarray, source: int | None, tag: int, work: GroupWork) -> None:
+        """Begin to receive a message into `into` (flat, uint8), from a rank or from any."""
+        self._begin(Receiving(into, source, tag, work))
+
+    def finish(self) -> None:
+        """Wait until all messages have been sent, then fail pending receives; the caller closes the link."""
+        with self._changes:
+            self._changes.wait_for(lambda: self._error is not None or not (self._new or self._sending))
+        self.close()
+
+    def close(self) -> None:
+        """Fail all pending messages, and wait for the thread; the caller closes the link."""
+        with self._changes:
+            if self._error is None:
+                self._error = ClosedError("the process group was destroyed")
+            self._watch.cancelled = True
+            self._changes.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _begin(self, request: Receiving | tuple[np.ndarray, int, int, GroupWork]) -> None:
+        with self._changes:
+            if self._error is not None:
+                raise self._error
+            self._new.append(request)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="popdist-messages", daemon=True)
+                self._thread.start()
+            self._changes.notify_all()
+
+    # ---- the thread
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                with self._changes:
+                    self._changes.wait_for(lambda: self._new or self._is_pending() or self._error)
+                    if self._error is not None:
+                        raise self._error
+                self._watch.wait(self._advance, self._missing)
+        except BaseException as error:  # raised where the program waits for its works
+            self._fail(self._error or error)
+
+    def _is_pending(self) -> bool:
+        return bool(self._sending or self._awaited())
+
+    def _missing(self) -> list[int]:
+        """Return the ranks for which this rank waits."""
+        return sorted({each.to for each in self._sending} | self._awaited())
+
+    def _others(self) -> Iterator[int]:
+        return (rank for rank in range(self._link.size) if rank != self._link.rank)
+
+    def _advance(self) -> bool:
+        """Move what can move; return whether something has ended or begun."""
+        with self._changes:
+            new, self._new = self._new, []
+            for request in new:
+                self._start(request)
+            self._changes.notify_all()
+        if sent := [each for each in self._sending if _all_done(each.transfers)]:
+            for each in sent:
+                each.work.end()
+            with self._changes:
+                self._sending = [each for each in self._sending if each not in sent]
+                self._changes.notify_all()
+        moved = [self._hear(source) for source in self._awaited()]
+        return bool(new or sent or any(moved))
+
+    def _start(self, request: Receiving | tuple[np.ndarray, int, int, GroupWork]) -> None:
+        if isinstance(request, Receiving):
+            if not self._take_unasked(request):
+                self._receiving.append(request)
+            return
+        data, to, tag, work = request
+        header = np.array([tag, data.size], np.int64).view(np.uint8)
+        parts = [header, *self._pieces(data)]
+        transfers = deque(self._link.send(part, to, EXCHANGE) for part in parts)
+        self._sending.append(Sending(to, transfers, work, parts))
+
+    def _pieces(self, data: np.ndarray) -> list[np.ndarray]:
+        most = self._link.sizes.longest_message_bytes
+        return [data[start : start + most] for start in range(0, data.size, most)]
+
+    def _take_unasked(self, request: Receiving) -> bool:
+        for place, (source, tag, data) in enumerate(self._unasked):
+            if request.takes(source, tag):
+                del self._unasked[place]
+                _deliver(request, source, data)
+                return True
+        return False
+
+    def _awaited(self) -> set[int]:
+        """Return the ranks from which a message is awaited, or has begun to arrive."""
+        found = {source for source, arriving in self._arriving.items() if not arriving.is_header}
+        for each in self._receiving:
+            found |= {each.source} if each.source is not None else set(self._others())
+        return found
+
+    def _hear(self, source: int) -> bool:
+        """Move the next message of a rank forward; return whether it has arrived."""
+        arriving = self._arriving.get(source)
+        if arriving is None:
+            header = np.empty(_HEADER_WORDS * 8, np.uint8)
+            transfer = self._link.receive(header, source, EXCHANGE)
+            arriving = self._arriving[source] = Arriving(header, deque([transfer]))
+        if not _all_done(arriving.transfers):
+            return False
+        if arriving.is_header:
+            self._expect_data(source, arriving)
+            if not _all_done(arriving.transfers):
+                return False
+        del self._arriving[source]
+        tag = int(arriving.header.view(np.int64)[0])
+        if arriving.receive is None:
+            self._unasked.append((source, tag, arriving.data))
+            self._receiving = [each for each in self._receiving if not self._take_unasked(each)]
+        else:
+            _deliver(arriving.receive, source, arriving.data)
+        return True
+
+    def _expect_data(self, source: int, arriving: Arriving) -> None:
+        """Let the data arrive in the memory of the receive that takes them, or in new memory."""
+        arriving.is_header = False
+        tag, nbytes = arriving.header.view(np.int64).tolist()
+        found = next((each for each in self._receiving if each.takes(source, tag)), None)
+        if found is not None and found.into.size == nbytes:
+            self._receiving.remove(found)
+            arriving.receive, arriving.data = found, found.into
+        else:
+            arriving.data = np.empty(nbytes, np.uint8)
+        pieces = self._pieces(arriving.data)
+        arriving.transfers = deque(self._link.receive(piece, source, EXCHANGE) for piece in pieces)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changes:
+            self._error = error
+            self._changes.notify_all()
+            new, self._new = self._new, []
+        works = [each.work if isinstance(each, Receiving) else each[3] for each in new]
+        works += [each.work for each in (*self._sending, *self._receiving)]
+        works += [each.receive.work for each in self._arriving.values() if each.receive is not None]
+        for work in works:
+            work.end(error=error)
+
+
+def _all_done(transfers: deque[Transfer]) -> bool:
+    while transfers and transfers[0].done():
+        transfers.popleft()
+    return not transfers
+
+
+def _deliver(receive: Receiving, source: int, data: np.ndarray) -> None:
+    if data.size != receive.into.size:
+        receive.work.end(
+            error=LayoutMismatchError(
+                f"rank {source} sent {data.size} bytes with tag {receive.tag}, but the tensor of recv has "
+                f"{receive.into.size} bytes; send and receive tensors of equal shape and dtype"
+            )
+        )
+        return
+    if data is not receive.into:
+        np.copyto(receive.into, data)
+    receive.work.end(source)

@@ -1,0 +1,125 @@
+"""The name "popdist" in torch.distributed, and the address popdist:// at which the instances of a job meet."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from popdist.errors import LifeCycleError
+
+if TYPE_CHECKING:
+    from collectives import Communicator
+    from strategies.torch.process_group.group import PopDistProcessGroup
+
+NAME = "popdist"
+_LOOPBACK = "127.0.0.1"
+_groups: weakref.WeakSet[PopDistProcessGroup] = weakref.WeakSet()  # all groups of this process
+
+
+def register() -> None:
+    """Let `torch.distributed.init_process_group` know the backend and the address; repeated calls do nothing."""
+    if dist.is_available() and NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, make_group, extended_api=True, devices=["cpu"])
+        dist.register_rendezvous_handler(NAME, meet)
+
+
+def make_group(options: Any, _: object) -> PopDistProcessGroup:
+    """Make the process group of all instances, or of some; torch.distributed calls this on the members.
+
+    Args:
+        options: Ranks, timeout and name of the group. The timeout limits waits for other ranks, if it is not torch's
+            default of 30 minutes. Otherwise POPDIST_TIMEOUT_S does, 600 by default.
+
+    Raises:
+        LifeCycleError: The ranks are not the instances of this job.
+    """
+    from strategies.torch.process_group.group import PopDistProcessGroup
+
+    members = list(options.global_ranks_in_group)
+    communicator = _of_some(members) if members else _of_all(options.group_rank, options.group_size)
+    if options.timeout != dist.constants.default_pg_timeout:
+        communicator.limit_waits(options.timeout.total_seconds())
+    if not _groups:
+        atexit.unregister(_drain_all)  # handlers run in reverse order, and this one has to run before popdist's
+        atexit.register(_drain_all)
+    group = PopDistProcessGroup(communicator, f"{NAME} {options.group_id}")
+    _groups.add(group)
+    return group
+
+
+def meet(url: str, timeout: timedelta | None = None, **_: object) -> Iterator[tuple[dist.Store, int, int]]:
+    """Yield the store of all instances, this instance's rank and their number: the handler of popdist://.
+
+    Instance 0 serves the store. MASTER_ADDR names its address for the other hosts; default: the name of its host.
+    """
+    timeout = timeout or dist.constants.default_pg_timeout
+    everybody = _everybody()
+    rank, size = everybody.rank, everybody.size
+    store = dist.TCPStore(_LOOPBACK, 0, size, True, timeout, wait_for_workers=False) if rank == 0 else None
+    told = _broadcast_text(everybody, f"{_address(everybody)} {store.port}" if store is not None else "")
+    host, port = told.split()
+    if store is None:
+        store = dist.TCPStore(host, int(port), size, False, timeout, wait_for_workers=False)
+    yield store, rank, size
+    raise RuntimeError("popdist:// cannot meet the instances of a job again; start the job again")
+
+
+def _everybody() -> Communicator:
+    import popdist
+
+    popdist.init()
+    return popdist.communicator()
+
+
+def _of_all(rank: int, size: int) -> Communicator:
+    from popdist.context import join_besides
+
+    everybody = _everybody()
+    if (everybody.rank, everybody.size) != (rank, size):
+        raise LifeCycleError(
+            f"torch.distributed says rank {rank} of {size}, the launcher says instance {everybody.rank} of "
+            f"{everybody.size}; start the program with poprun or mpirun, and give "
+            f"init_process_group('{NAME}', init_method='{NAME}://')"
+        )
+    return join_besides(lambda settings, instance: everybody.subgroup(range(size)))
+
+
+def _of_some(members: Sequence[int]) -> Communicator:
+    return _everybody().subgroup(members)
+
+
+def _address(everybody: Communicator) -> str:
+    import popdist
+    from popdist.process import process
+
+    if named := os.environ.get("MASTER_ADDR"):
+        return named
+    if process.instance is not None and process.instance.launcher == "tf_config":
+        from popdist.connecting import read_cluster
+
+        first = (process.cluster or read_cluster(os.environ)).addresses[0]
+        return _LOOPBACK if first.startswith("unix:") else first.rpartition(":")[0].strip("[]")
+    return _LOOPBACK if len(set(everybody.hosts)) == 1 else popdist.instance().host
+
+
+def _broadcast_text(everybody: Communicator, text: str) -> str:
+    import numpy as np
+
+    line = np.zeros(512, np.uint8)
+    line[: len(text)] = np.frombuffer(text.encode(), np.uint8)
+    return bytes(everybody.broadcast(line, name="popdist://")).rstrip(b"\0").decode()
+
+
+def _drain_all() -> None:
+    """Let pending works end before this instance closes its connections, unless the program has failed."""
+    from popdist.process import process
+
+    if not process.has_failed:
+        for group in list(_groups):
+            group.drain()

@@ -1,0 +1,271 @@
+"""Functions that Python programs launch as jobs: from a test, a script and a notebook."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import sys
+
+import numpy as np
+import pytest
+from poprun_jobs import LIMIT_S, ROOT_ALLOWED, Finished, Job, await_none, run_alone, start_command
+
+import popdist
+
+pytestmark = [pytest.mark.job, pytest.mark.cores(2)]
+
+REPLICAS = 4
+
+
+@pytest.fixture
+def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process launch jobs, as root too, with the environment of a user."""
+    for name in [name for name in os.environ if name.startswith(("OMPI_", "POPDIST_", "PJRT_"))]:
+        monkeypatch.delenv(name)
+    for name, value in ROOT_ALLOWED.items():
+        monkeypatch.setenv(name, value)
+
+
+# ---- from a test
+
+
+def whoami(greeting: str) -> tuple[int, int, int]:
+    popdist.init()
+    popdist.init()
+    print(greeting, popdist.getInstanceIndex())
+    print("trouble", file=sys.stderr)
+    here = popdist.instance()
+    return here.index, here.count, here.replica_offset
+
+
+@pytest.mark.usefixtures("allowed")
+def test_a_test_launches_a_function_on_three_instances(capsys):
+    results = popdist.launch(whoami, "instance", num_instances=3, num_replicas=6)
+    assert results == [(0, 3, 0), (1, 3, 2), (2, 3, 4)]
+    shown = capsys.readouterr()
+    assert sorted(shown.out.splitlines()) == [f"[1,{index}]<stdout>:instance {index}" for index in range(3)]
+    assert sorted(shown.err.splitlines()) == [f"[1,{index}]<stderr>:trouble" for index in range(3)]
+
+
+def sum_over(data: np.ndarray) -> bytes:
+    popdist.init()
+    here = popdist.instance()
+    own = list(data[here.replica_offset :][: here.local_replicas])
+    return popdist.communicator().ordered_all_reduce(own, np.empty_like(data[0]), "sum").tobytes()
+
+
+@pytest.mark.usefixtures("allowed")
+def test_a_launched_function_has_the_same_bits_on_any_number_of_instances(seed):
+    data = np.random.default_rng(seed).standard_normal((REPLICAS, 1001)).astype(np.float32)
+    expected = ((data[0] + data[1]) + (data[2] + data[3])).tobytes()
+    for instances in (1, 2, 4):
+        found = popdist.launch(sum_over, data, num_instances=instances, num_replicas=REPLICAS)
+        assert found == [expected] * instances
+
+
+# ---- from a script
+
+SCRIPT = """
+import json, sys, threading
+import numpy as np
+import popdist
+
+big = np.arange(4_000_000.)
+said = {}
+
+
+class Unlucky(Exception):
+    def __init__(self, index, reason):
+        super().__init__(index, reason)
+        self.index = index
+
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+
+def use_globals():
+    popdist.init()
+    big[0] += popdist.getInstanceIndex()
+    return Point(float(big.sum()))
+
+
+def fail():
+    popdist.init()
+    if popdist.getInstanceIndex() == 1:
+        raise Unlucky(1, "no luck")
+    popdist.synchronize()
+
+
+def launch_again():
+    popdist.launch(fail)
+
+
+def nothing_to_send():
+    return threading.Lock()
+
+
+def tell(call, *args, **options):
+    try:
+        call(*args, **options)
+    except Exception as error:
+        said[args[0].__name__] = [type(error).__name__, str(error), getattr(error, "exit_status", 0)]
+
+
+found = popdist.launch(use_globals, num_instances=2)
+said["points"] = [isinstance(point, Point) and point.x - big.sum() for point in found]
+try:
+    popdist.launch(fail, num_instances=2)
+except Unlucky as error:
+    said["unlucky"] = [error.index, error.__notes__[0].split(" on ")[0], str(error.__cause__)]
+tell(popdist.launch, launch_again)
+tell(popdist.launch, nothing_to_send)
+tell(popdist.launch, lambda: sys.exit(3))
+tell(popdist.launch, fail, num_instances=2, num_replicas=3)
+said["exits"] = popdist.launch(sys.exit)
+print(json.dumps(said))
+"""
+
+
+def test_a_script_gets_results_and_exceptions_of_its_own_classes(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    finished = run_alone(sys.executable, str(script))
+    said = json.loads(finished.stdout.splitlines()[-1])
+    assert said["points"] == [0.0, 1.0]
+    index, note, trace = said["unlucky"]
+    assert (index, note) == (1, "raised by instance 1")
+    assert f'File "{script}", line ' in trace
+    assert 'raise Unlucky(1, "no luck")' in trace
+    assert "worker.py" not in trace
+    assert finished.stderr.count("Traceback") == 0, "what the launching process raises is not printed too"
+    assert said["launch_again"][0] == "LifeCycleError"
+    assert "called inside a job: this process belongs to instance 0 of 1" in said["launch_again"][1]
+    assert said["nothing_to_send"][0] == "TypeError"
+    assert "the result of the function, a lock, cannot be pickled" in said["nothing_to_send"][1]
+    assert said["<lambda>"][::2] == ["LaunchError", 3]
+    assert "ended with exit status 3" in said["<lambda>"][1]
+    assert said["fail"][::2] == ["LaunchError", 2]
+    assert "replicas must divide evenly" in said["fail"][1]
+    assert said["exits"] == [None]
+
+
+WAITING = """
+import sys, time
+import popdist
+
+def wait():
+    popdist.init()
+    popdist.synchronize()
+    print("begun", flush=True)
+    time.sleep(1000)
+
+try:
+    popdist.launch(wait, num_instances=2)
+except KeyboardInterrupt as error:
+    print("interrupted:", error)
+"""
+
+
+def waiting() -> Job:
+    job = start_command(sys.executable, "-c", WAITING)
+    job.wait_for("<stdout>:begun")
+    return job
+
+
+def test_an_interrupt_ends_the_job_and_is_raised_again():
+    job = waiting()
+    job.process.send_signal(signal.SIGINT)
+    finished: Finished = job.finish()
+    assert finished.stdout.splitlines()[-1] == "interrupted: the job of wait was ended"
+    assert "poprun received SIGINT and ended all instances" in finished.own_text
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.complete)])
+def test_nothing_is_left_of_a_job_whose_launching_process_is_killed(number):
+    job = waiting()
+    job.process.send_signal(number)
+    job.process.wait(LIMIT_S)
+    await_none(job.marker)
+    assert job.finish().status == -number
+
+
+# ---- slower ones
+
+TEST_FILE = """
+import popdist
+import pytest
+
+class Odd(Exception):
+    pass
+
+def helper():
+    return popdist.getNumInstances()
+
+def function(value):
+    if value:
+        raise Odd(helper())
+    return helper()
+
+def test_launch():
+    assert popdist.launch(function, 0, num_instances=2) == [2, 2]
+    with pytest.raises(Odd, match="2"):
+        popdist.launch(function, 1, num_instances=2)
+"""
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize("mode", ["importlib", "prepend"])
+def test_functions_of_test_files_travel_however_pytest_has_imported_them(tmp_path, mode):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_own.py").write_text(TEST_FILE)
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--import-mode={mode}", "--rootdir", str(tmp_path))
+    finished = run_alone(sys.executable, *words, str(tmp_path / "tests"), cwd=tmp_path)
+    assert "1 passed" in finished.stdout
+
+
+LOSSES = """
+import os, signal, sys
+import numpy as np
+import popdist
+
+x = np.arange(64, dtype=np.float32)
+
+
+def train():
+    import jax.numpy as jnp
+    import optax
+    import strategies
+
+    strategy = strategies.PopDistStrategy()
+    trainer = strategies.Trainer(strategy, lambda w, batch, key: jnp.mean((batch["x"] - w) ** 2), optax.sgd(0.1))
+    state = trainer.init(jnp.zeros(()))
+    for batch in strategy.distribute_dataset({"x": x}, batch_size=4, seed=0).epoch(0):
+        if state.step == 2 and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+            if sys.argv[1] == "raise":
+                raise ValueError("lost")
+            os.kill(os.getpid(), signal.SIGKILL)
+        state, _ = trainer.step(state, batch)
+    return popdist.getInstanceIndex(), strategies.fingerprint(state.variables)
+
+
+expected = popdist.launch(train, num_instances=1, num_replicas=4)
+print([expected, popdist.launch(train, num_instances=2, num_replicas=4, options=sys.argv[2:])])
+"""
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize("how", ["kill", "raise"])
+@pytest.mark.parametrize(("options", "count"), [(["--on-failure", "shrink"], 1), (["--spares", "1"], 2)])
+def test_the_instances_that_are_left_return_results(tmp_path, how, options, count):
+    script = tmp_path / "script.py"
+    script.write_text(LOSSES)
+    finished = run_alone(sys.executable, str(script), how, *options)
+    [[_, expected]], results = ast.literal_eval(finished.stdout.splitlines()[-1])
+    assert results == [(index, expected) for index in range(count)]
+    if how == "raise":
+        assert "instance 1 on" in finished.stderr
+        assert 'raise ValueError("lost")' in finished.stderr

@@ -1,0 +1,239 @@
+"""Real jobs whose programs use torch.distributed, DDP and FSDP over the backend popdist."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import signal
+import sys
+
+import pytest
+from poprun_jobs import ROOT, run, start, start_command, start_mpirun
+
+pytestmark = [
+    pytest.mark.job,
+    pytest.mark.cores(2),
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed"),
+]
+
+FILE = str(ROOT / "tests" / "jobs" / "programs" / "train_in_groups.py")
+PROGRAM = (sys.executable, FILE)
+BY_MESSAGES = {"POPDIST_MECHANISM": "ring"}
+HEAD = """
+import os, signal, sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+import strategies.torch
+"""
+MEET = """
+dist.init_process_group("popdist", init_method="popdist://")
+rank, size = dist.get_rank(), dist.get_world_size()
+"""
+
+
+def by_poprun(size, *words, environ=None):
+    finished = run("-n", str(size), *words, environ=environ)
+    assert finished.status == 0, finished.stderr
+    return [finished.lines_of(rank) for rank in range(size)]
+
+
+def by_mpirun(size, *words, environ=None):
+    finished = start_mpirun(size, *words, environ=environ).finish()
+    assert finished.status == 0, finished.stderr
+    return [finished.lines_of(rank) for rank in range(size)]
+
+
+def start_workers(size, folder, *words):
+    """Start workers that know each other by TF_CONFIG, and are connected by gRPC."""
+    cluster = {"worker": [f"unix:{folder}/{rank}" for rank in range(size)]}
+    tasks = [{"cluster": cluster, "task": {"type": "worker", "index": rank}} for rank in range(size)]
+    return [start_command(*words, environ={"TF_CONFIG": json.dumps(task)}) for task in tasks]
+
+
+def by_workers(size, folder, *words):
+    found = [worker.finish() for worker in start_workers(size, folder, *words)]
+    assert [one.status for one in found] == [0] * size, found[0].stderr
+    return [one.stdout.splitlines() for one in found]
+
+
+@functools.cache
+def by_hand(size):
+    import torch
+
+    sys.path.insert(0, os.path.dirname(FILE))
+    import train_in_groups
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng():
+            return train_in_groups.by_hand(size)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def expected_of(rank, size):
+    sums = {"mesh": 4.0 * size * (4 * size - 1) / 2}
+    if rank in (0, size - 1):
+        sums |= dict.fromkeys(("ends", "again"), 1.0 if size == 1 else size + 1.0)
+    if rank or size == 1:
+        sums["others"] = 1.0 if size == 1 else size * (size + 1) / 2 - 1
+    objects = [{"rank": each} for each in range(size)]
+    return {"rank": rank, "backend": "popdist", "objects": objects, "ddp": by_hand(size), "groups": sums}
+
+
+def check(lines, size):
+    """Check what all ranks printed, and return the fingerprint that FSDP has on all of them."""
+    found = [json.loads(of_rank[-1]) for of_rank in lines]
+    of_fsdp = {each.pop("fsdp") for each in found}
+    assert found == [expected_of(rank, size) for rank in range(size)]
+    [only] = of_fsdp
+    return only
+
+
+def test_ddp_under_poprun_has_the_bits_of_the_tree():
+    check(by_poprun(2, *PROGRAM), 2)
+
+
+@pytest.mark.complete
+@pytest.mark.timeout(300)
+def test_the_bits_are_the_same_over_every_transport_and_launcher(tmp_path):
+    jobs = [
+        by_poprun(3, *PROGRAM),
+        by_poprun(3, "--torch-distributed-env", "yes", *PROGRAM, "env://"),
+        by_poprun(3, *PROGRAM, environ=BY_MESSAGES),
+        by_mpirun(3, *PROGRAM),
+        by_workers(3, tmp_path, *PROGRAM),
+    ]
+    assert len({check(lines, 3) for lines in jobs}) == 1
+
+
+@pytest.mark.complete
+def test_one_process_needs_no_launcher():
+    finished = start_command(*PROGRAM).finish()
+    assert finished.status == 0, finished.stderr
+    check([finished.stdout.splitlines()], 1)
+
+
+OVERLAPPING = f"""{HEAD}{MEET}
+class Meeting(torch.autograd.Function):
+    '''In the backward pass of the first layer, wait until the gradients of the last layer have been exchanged.'''
+
+    @staticmethod
+    def forward(context, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        work = works.pop()
+        assert work.wait(timedelta(seconds=60))
+        return gradient
+
+def begin_early(state, bucket):
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    works.append(work)
+    return work.get_future().then(lambda future: future.value()[0])
+
+works = []
+first, last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+class Both(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = first, last
+
+    def forward(self, value):
+        return self.last(Meeting.apply(self.first(value)))
+
+model = torch.nn.parallel.DistributedDataParallel(Both(), bucket_cap_mb=1e-6)
+model.register_comm_hook(None, begin_early)
+for step in range(3):  # after the first step, buckets have the order in which gradients come
+    works.append(dist.barrier(async_op=True)) if not step else None
+    model(torch.ones(2, 4)).sum().backward()
+    works.clear()
+print("overlaps", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.complete
+def test_gradients_are_exchanged_while_the_backward_pass_goes_on():
+    assert by_poprun(2, sys.executable, "-c", OVERLAPPING) == [["overlaps"]] * 2
+
+
+LOSING = f"""{HEAD}
+dist.init_process_group("popdist", init_method="popdist://", timeout=timedelta(seconds=int(sys.argv[2])))
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 3))
+for step in range(3):
+    if step == 2 and dist.get_rank() == 1:
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    try:
+        model(torch.ones(2, 4)).sum().backward()
+    except RuntimeError as error:
+        assert step == 2
+        print(str(error).split(": ")[1], flush=True)
+        os._exit(3)
+"""
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize(("how", "limit_s", "error"), [("SIGKILL", 300, "PeerLostError"), ("SIGSTOP", 5, "")])
+def test_a_lost_rank_raises_on_the_others(tmp_path, how, limit_s, error):
+    """A killed worker is seen at once, and a stopped one after the timeout of the group."""
+    workers = start_workers(3, tmp_path, sys.executable, "-c", LOSING, how, str(limit_s))
+    found = [workers[rank].finish() for rank in (0, 2)]
+    workers[1].process.send_signal(signal.SIGKILL)
+    workers[1].finish()
+    assert [one.status for one in found] == [3, 3], found[0].stderr
+    names = {one.stdout.split()[-1] for one in found}
+    assert names <= {error} if error else names <= {"CollectiveTimeoutError", "PeerLostError"}
+
+
+@pytest.mark.complete
+def test_a_program_that_fails_on_one_rank_ends_the_job():
+    program = f"{HEAD}{MEET}\nassert rank != 1, 'mine'\ndist.all_reduce(torch.ones(2))"
+    finished = run("-n", "2", sys.executable, "-c", program)
+    assert finished.status == 1
+    assert "first cause: instance 1" in finished.own_text
+    assert "AssertionError: mine" in finished.own_text
+
+
+@pytest.mark.complete
+def test_a_group_may_be_made_again_and_works_may_be_left_pending_at_the_end():
+    program = f"""{HEAD}{MEET}
+dist.destroy_process_group()
+dist.init_process_group("popdist", init_method="popdist://")
+total = torch.ones(100_000)
+for _ in range(20):
+    dist.all_reduce(total, dist.ReduceOp.MAX, async_op=True)
+print("made again", flush=True)
+"""
+    assert by_poprun(2, sys.executable, "-c", program) == [["made again"]] * 2
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["-n", "2"], "environment variable RANK expected"),
+        (["-n", "2", "--torch-distributed-env", "yes"], "torch.distributed says rank 0 of 1, the launcher says"),
+    ],
+)
+def test_a_wrong_start_is_refused(words, error):
+    is_split = "yes" in words
+    changed = "os.environ.update(RANK='0', WORLD_SIZE='1')" if is_split else ""
+    port = "os.environ['MASTER_PORT'] = str(20000 + os.getpid() % 10000)" if is_split else ""
+    program = f"{HEAD}{changed}\n{port}\ndist.init_process_group('popdist')"
+    finished = start(*words, sys.executable, "-c", program).finish()
+    assert finished.status == 1
+    assert error in finished.stderr
+
+
+@pytest.mark.complete
+def test_spares_are_refused():
+    program = f"{HEAD}{MEET}"
+    finished = start("-n", "2:3", "--on-failure", "shrink", sys.executable, "-c", program).finish()
+    assert finished.status == 1
+    assert "start the job without --spares" in finished.stderr

@@ -1,0 +1,324 @@
+"""The parts of `popdist.launch` without jobs: greeting, packing, reports and refusals."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from test_spawned import LAUNCHERS
+
+from popdist.environments.single import ALONE_VARIABLE
+from popdist.errors import LaunchError, LifeCycleError
+from popdist.launching import channel
+from popdist.launching.channel import Kind, Message
+from popdist.launching.launch import job_environment, launch, poprun_words
+from popdist.launching.reception import Reception
+from popdist.launching.reports import Failure, Result, Sender, cause_of, read_report, results_of
+from popdist.launching.travelling import pack, pack_call, sources_of_main, unpack
+from popdist.launching.variables import ADDRESS_VARIABLE, TOKEN_VARIABLE
+from popdist.records.proofs import RANDOM_BYTES, prove
+from popdist.xla import POOL_VARIABLE, fix_thread_pool, without_own_setting
+
+LIMIT_S = 60.0
+PROOF_BYTES = 32
+
+
+sprung: list[str] = []
+
+
+class Trap:
+    """An object that notes in `sprung` that it was unpickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return spring, ()
+
+
+def spring() -> None:
+    sprung.append("sprung")
+
+
+@pytest.fixture
+def reception() -> Iterator[Reception]:
+    with Reception(pack_call(len, ["abc"])) as opened:
+        yield opened
+
+
+def stranger_at(reception: Reception) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(LIMIT_S)
+    connection.connect("\0" + reception.variables[ADDRESS_VARIABLE])
+    return connection
+
+
+def everything_from(connection: socket.socket) -> bytes:
+    """Return all bytes up to the end of the connection, in whatever way the other side ends it."""
+    came = b""
+    try:
+        while data := connection.recv(1 << 16):
+            came += data
+    except ConnectionResetError:
+        pass
+    return came
+
+
+def asked_function(reception: Reception) -> list[object]:
+    caller = channel.call(reception.variables)
+    caller.limit(LIMIT_S)
+    caller.send(Message(Kind.READY))
+    _, *parts = caller.receive().parts
+    caller.close()
+    return unpack(parts)
+
+
+# ---- who may connect
+
+
+def test_a_caller_with_the_token_gets_the_function(reception):
+    assert asked_function(reception) == (len, ("abc",))
+
+
+@pytest.mark.parametrize("token", ["", "00" * 16, "another"])
+def test_a_caller_without_the_token_gets_only_the_challenge(reception, token):
+    with stranger_at(reception) as connection:
+        challenge = connection.recv(RANDOM_BYTES)
+        own = bytes(RANDOM_BYTES)
+        connection.sendall(own + prove(token, b"instance", challenge + own))
+        assert everything_from(connection) == b""
+
+
+def test_a_pickle_of_a_stranger_is_never_loaded(reception):
+    trap = pickle.dumps(Trap())
+    pickle.loads(trap)
+    assert sprung.pop() == "sprung"
+    with stranger_at(reception) as connection:
+        challenge = connection.recv(RANDOM_BYTES)
+        connection.sendall(trap.ljust(RANDOM_BYTES + PROOF_BYTES, b"."))
+        assert len(challenge) == RANDOM_BYTES
+        assert everything_from(connection) == b""
+    assert asked_function(reception) == (len, ("abc",)), "the launching process still serves instances"
+    assert reception.last_reports() == []
+    assert sprung == []
+
+
+def test_a_proof_cannot_be_used_again_or_sent_back(reception):
+    token = reception.variables[TOKEN_VARIABLE]
+    own = bytes(RANDOM_BYTES)
+    with stranger_at(reception) as first, stranger_at(reception) as second:
+        challenge, other = first.recv(RANDOM_BYTES), second.recv(RANDOM_BYTES)
+        second.sendall(own + prove(token, b"instance", challenge + own))
+        assert everything_from(second) == b"", "the proof answers another challenge"
+        first.sendall(own + prove(token, b"launcher", challenge + own))
+        assert everything_from(first) == b"", "the proof is that of the other side"
+    assert challenge != other
+
+
+def test_silent_strangers_do_not_keep_instances_waiting(reception):
+    strangers = [stranger_at(reception) for _ in range(16)]
+    assert asked_function(reception) == (len, ("abc",))
+    for connection in strangers:
+        connection.close()
+
+
+def test_an_instance_takes_nothing_from_a_false_launcher():
+    name = f"popdist-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"\0{name}")
+        listening.listen()
+        answers: list[bytes] = []
+
+        def pretend() -> None:
+            connection, _ = listening.accept()
+            connection.sendall(bytes(RANDOM_BYTES))
+            answers.append(connection.recv(RANDOM_BYTES + PROOF_BYTES))
+            connection.sendall(bytes(PROOF_BYTES) + pickle.dumps(Trap()))
+            connection.close()
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with pytest.raises(LaunchError, match="does not know the token"):
+            channel.call({ADDRESS_VARIABLE: name, TOKEN_VARIABLE: "secret"})
+        thread.join(LIMIT_S)
+    assert sprung == []
+    assert b"secret" not in answers[0]
+
+
+def test_a_launcher_that_has_ended_is_named():
+    with Reception([b""]) as ended:
+        variables = ended.variables
+    with pytest.raises(LaunchError, match=r"the process that called popdist\.launch cannot be reached"):
+        channel.call(variables)
+    with pytest.raises(LaunchError, match="cannot be reached"):
+        channel.call({})
+
+
+def test_a_reception_leaves_no_thread_and_wakes_the_callers_that_wait():
+    with Reception(pack_call(len, ["abc"])) as opened:
+        caller = channel.call(opened.variables)
+    with pytest.raises(OSError, match=r".*"):
+        caller.receive()
+    caller.close()
+    for thread in threading.enumerate():
+        if thread.name == "popdist-launch":
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+
+
+# ---- packing
+
+
+def test_large_arrays_travel_beside_the_pickle_without_a_copy_and_can_be_written():
+    array = np.arange(1000.0)
+    pickled, *buffers = pack({"array": array, "strided": array[::2]})
+    assert len(pickled) < array.nbytes
+    assert any(np.shares_memory(np.frombuffer(each, np.uint8), array) for each in buffers)
+    found = unpack([bytes(pickled), *map(bytearray, buffers)])
+    assert np.array_equal(found["array"], array)
+    assert np.array_equal(found["strided"], array[::2])
+    found["array"][0] = 7
+
+
+def test_a_function_keeps_its_file_for_tracebacks():
+    source = compile("def outer():\n    return lambda: 1 / 0\n", "<cell 3>", "exec")
+    names: dict[str, object] = {"__name__": "__main__"}
+    exec(source, names)
+    function = unpack(pack(names["outer"]))
+    assert function.__code__.co_filename == "<cell 3>"
+    assert function().__code__.co_filename == "<cell 3>"
+
+
+def test_the_lines_of_sources_without_a_file_are_sent_along(monkeypatch):
+    import linecache
+
+    monkeypatch.setitem(linecache.cache, "<cell 4>", (5, None, ["x=1\n"], "<cell 4>"))
+    assert sources_of_main()["<cell 4>"] == ["x=1\n"]
+    assert linecache.__file__ not in sources_of_main()
+
+
+def test_an_object_that_cannot_travel_is_named():
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"cannot be sent to instances, because it refers to lock, a lock, which"):
+        pack_call(lambda: lock, ())
+    with pytest.raises(TypeError, match="refers to an object, which cannot be pickled"):
+        pack_call(print, [lock])
+
+
+def test_without_cloudpickle_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(LaunchError, match=r"pip install 'popdist-everywhere\[notebook\]'"):
+        pack_call(print, ())
+
+
+def test_functions_of_modules_that_instances_cannot_import_travel_by_value(monkeypatch):
+    module = type(sys)("in_memory_only")
+    exec("def double(x):\n    return 2 * x\n", module.__dict__)
+    monkeypatch.setitem(sys.modules, "in_memory_only", module)
+    packed = pack_call(module.double, ())
+    wrapped = pack_call(functools.partial(module.double, 4), ())
+    del sys.modules["in_memory_only"]
+    assert unpack(packed)[0](3) == 6
+    assert unpack(wrapped)[0]() == 8
+
+
+# ---- reports
+
+
+def sent(report: Result | Failure) -> Result | Failure:
+    message = report.pack()
+    return read_report(Message(message.kind, [bytes(part) for part in message.parts]))
+
+
+def result(value: object, index: int, count: int = 2, attempt: int = 0) -> Result:
+    found = sent(Result(Sender(index, count, "h0", attempt), pack(value)))
+    assert isinstance(found, Result)
+    return found
+
+
+def failure(error: Exception, index: int = 0, follows: bool = False, parts: list[bytes] | None = None) -> Failure:
+    parts = pack(error) if parts is None else parts
+    found = sent(Failure(Sender(index, 2, "h0"), f"{type(error).__name__}: {error}", "  in f\n", follows, parts))
+    assert isinstance(found, Failure)
+    return found
+
+
+def test_results_come_in_the_order_of_the_instances():
+    assert results_of([result("b", 1), result("a", 0)], 0) == ["a", "b"]
+
+
+def test_only_results_of_the_last_attempt_count():
+    old, new = result("old", 0), [result("new", 0, attempt=1), result("newer", 1, attempt=1)]
+    assert results_of([old, failure(ValueError()), *new], 0) == ["new", "newer"]
+
+
+@pytest.mark.parametrize(("reports", "said"), [([], "no instance has run"), ([0], "from instance 1 of 2")])
+def test_a_missing_result_is_an_error(reports, said):
+    with pytest.raises(LaunchError, match=said) as caught:
+        results_of([result("a", index) for index in reports], 0)
+    assert caught.value.exit_status == 0
+
+
+def test_the_exception_that_follows_from_no_other_instances_end_is_the_cause():
+    error = cause_of([failure(OSError("peer lost"), 0, follows=True), failure(KeyError("real"), 1)])
+    assert isinstance(error, KeyError)
+    assert "instance 1 on h0:\n  in f" in str(error.__cause__)
+    assert error.__notes__ == ["raised by instance 1 on h0", "instance 0 on h0 also failed: OSError: peer lost"]
+    assert cause_of([result("a", 0)]) is None
+
+
+@pytest.mark.parametrize("parts", [[], [b"no pickle"], [pickle.dumps("no exception")]])
+def test_an_exception_that_cannot_be_unpickled_is_described(parts):
+    error = cause_of([failure(ValueError("text"), parts=parts)])
+    assert isinstance(error, LaunchError)
+    assert str(error) == "ValueError: text"
+    assert "in f" in str(error.__cause__)
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launching_inside_a_job_is_refused_unless_the_process_has_left_it(launcher):
+    with pytest.raises(LifeCycleError, match=r"popdist\.launch was called inside a job: .* instance 1 of 2"):
+        job_environment(LAUNCHERS[launcher])
+    alone = job_environment({**LAUNCHERS[launcher], ALONE_VARIABLE: "1", "HOME": "/root"})
+    assert alone["HOME"] == "/root"
+    assert not any(name.startswith(("POPDIST_", "OMPI_", "PMIX_", "TF_CONFIG")) for name in alone)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_instances": "2"}, "num_instances is '2'; give a whole number"),
+        ({"num_replicas": 2.0}, "num_replicas is 2.0"),
+        ({"num_replicas": True}, "num_replicas is True"),
+        ({"options": "--timeline run.json"}, r"give a list of words, such as \['--timeline', 'run.json'\]"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_refused(changes, said):
+    given = {"num_instances": 1, "num_replicas": None, "hosts": (), "options": ()} | changes
+    with pytest.raises(TypeError, match=said):
+        poprun_words(**given)
+
+
+def test_hosts_are_passed_on_as_poprun_expects_them():
+    assert poprun_words(np.int64(2), None, ["h0", "h1"], ["-v"]) == ["--num-instances", "2", "--host", "h0,h1", "-v"]
+    assert poprun_words(1, 4, "h[0-3]", ())[2:] == ["--num-replicas", "4", "--host", "h[0-3]"]
+
+
+def test_something_that_is_no_function_is_refused():
+    with pytest.raises(TypeError, match="launch was called with 3; give a function"):
+        launch(3)
+
+
+def test_a_job_does_not_inherit_the_pool_of_this_processs_own_replicas():
+    environ = {"PATH": "/bin"}
+    fix_thread_pool(environ, 16)
+    assert environ[POOL_VARIABLE] == "16"
+    assert without_own_setting(environ) == {"PATH": "/bin"}
+    assert without_own_setting({POOL_VARIABLE: "32"}) == {POOL_VARIABLE: "32"}, "the user's own"

@@ -1,0 +1,491 @@
+"""Weighted losses in training loops of the program: token means over replicas and micro-batches that are not equal."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from losing_at_events import Events, run_losing
+from tiers import also, first_of
+from token_losses import (
+    IGNORED,
+    LR,
+    STEPS,
+    WORDS,
+    alone,
+    bits,
+    check_close,
+    data,
+    loss_fn,
+    mean_over_tokens,
+    new_model,
+    part_of,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch_modules import distributed, sgd_trainer
+
+import strategies
+import strategies.torch
+from strategies import StrategyError
+from strategies.errors import WeightError, ZeroWeightError
+from strategies.torch.loop_means import LoopMeans, received_means
+
+REPLICAS = 4
+
+
+@pytest.fixture(params=["host", also("compiled")])
+def on_every_path(request, on_instances, monkeypatch):
+    """Provide a function that runs another one on instances with each path of gradients; the CPU acts as device."""
+
+    def run(*arguments):
+        with monkeypatch.context() as patch:
+            patch.setenv("POPDIST_EXCHANGE", request.param)
+            return on_instances(*arguments)
+
+    return run
+
+
+def in_turns(strategy, micro_batches=1, model=None, rows=None, **options):
+    """Return the trained model and the losses of a loop whose replicas take turns on each instance."""
+    module, model = distributed(strategy, model or new_model(), **options)
+    optimizer, losses = torch.optim.SGD(module.parameters(), LR), []
+
+    def of_rows(batch):
+        loss, tokens = mean_over_tokens(model, batch)
+        return strategies.Outcome(loss, weight=tokens)
+
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(float(model.backward(of_rows, part_of(strategy, rows or data()), micro_batches)))
+        optimizer.step()
+    return module, losses
+
+
+def looped(strategy, micro_batches=1, scaler=None, **options):
+    """Return the model that a plain loop of one replica has trained."""
+    module, model = distributed(strategy, new_model(), **options)
+    optimizer, batch = torch.optim.SGD(module.parameters(), LR), part_of(strategy, data())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        parts = list(zip(batch["x"].chunk(micro_batches), batch["y"].chunk(micro_batches), strict=True))
+        for number, (x, y) in enumerate(parts):
+            loss, tokens = mean_over_tokens(model, {"x": x, "y": y})
+            if scaler is not None:
+                loss = scaler.scale(loss)
+            if number < micro_batches - 1:
+                with model.no_sync():
+                    model.weighted_backward(loss, tokens)
+            else:
+                model.weighted_backward(loss, tokens)
+        if scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+    return module
+
+
+@functools.cache
+def by_trainer():
+    model = new_model()
+    trainer = sgd_trainer(REPLICAS, model, loss_fn, lr=LR)
+    losses = [trainer.step(data())["loss"] for _ in range(STEPS)]
+    return bits(model), losses
+
+
+def test_replicas_that_take_turns_have_the_bits_of_a_trainer(everywhere):
+    for model, losses in everywhere(REPLICAS, in_turns):
+        assert (bits(model), losses) == by_trainer()
+    check_close(model, alone()[0])
+
+
+@pytest.mark.parametrize("micro_batches", first_of([3, 9]))
+def test_micro_batches_of_unequal_lengths_are_one_batch(everywhere, micro_batches):
+    """The loop does not divide the loss by their number; some have no tokens, and a loss of NaN."""
+    found = everywhere(REPLICAS, lambda strategy: in_turns(strategy, micro_batches))
+    assert len({bits(model) for model, _ in found}) == 1
+    expected, losses = alone()
+    check_close(found[0][0], expected)
+    assert found[0][1] == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"stream_gradients": True}], ids=["whole", "streamed"])
+def test_a_plain_loop_has_the_bits_of_a_trainer(on_instances, options):
+    found = on_instances(REPLICAS, REPLICAS, lambda strategy: looped(strategy, **options))
+    assert {bits(model) for model in found} == {by_trainer()[0]}
+
+
+def test_two_micro_batches_have_the_bits_of_a_trainer(on_instances):
+    model = new_model()
+    trainer = sgd_trainer(2, model, loss_fn, lr=LR, gradient_accumulation_count=2)
+    for _ in range(STEPS):
+        trainer.step(data())
+    found = on_instances(2, 2, lambda strategy: looped(strategy, 2))
+    found.append(in_turns(strategies.IPUStrategy(2), 2)[0])
+    assert set(map(bits, found)) == {bits(model)}
+
+
+def test_a_plain_loop_accumulates_token_means(on_every_path):
+    found = on_every_path(REPLICAS, REPLICAS, lambda strategy: looped(strategy, 3))
+    assert len(set(map(bits, found))) == 1
+    check_close(found[0], alone()[0])
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_one_replica_accumulates_token_means(micro_batches):
+    strategy = strategies.IPUStrategy(1)
+    for model in (looped(strategy, micro_batches), in_turns(strategy, micro_batches)[0]):
+        check_close(model, alone()[0])
+
+
+def test_replicas_may_have_batches_of_unequal_sizes(on_every_path):
+    """A fast device gets more rows, or short rows are put into larger batches: the case of pytorch#67253."""
+    sizes, batch = [2, 13, 5, 16], data()
+    assert sum(sizes) == len(batch["x"])
+
+    def run(strategy):
+        module, model = distributed(strategy, new_model())
+        x = batch["x"].split(sizes)[strategy.instance_index]
+        loss = F.cross_entropy(model(x).flatten(0, 1), x.flatten())  # the mean over this replica's rows
+        model.weighted_backward(loss, len(x))
+        return [one.grad for one in module.parameters()]
+
+    expected = new_model()
+    F.cross_entropy(expected(batch["x"]).flatten(0, 1), batch["x"].flatten()).backward()
+    for found in on_every_path(4, 4, run):
+        for own, parameter in zip(found, expected.parameters(), strict=True):
+            torch.testing.assert_close(own, parameter.grad, rtol=0, atol=1e-6)
+
+
+def test_weights_of_one_change_no_bit(on_every_path):
+    def run(strategy, is_weighted):
+        module, model = distributed(strategy, new_model())
+        loss = model(part_of(strategy, data())["x"]).square().mean()
+        model.weighted_backward(loss, 1) if is_weighted else loss.backward()
+        return bits(nn.ParameterList([nn.Parameter(one.grad) for one in module.parameters()]))
+
+    weighted, plain = (on_every_path(2, 2, functools.partial(run, is_weighted=each)) for each in (True, False))
+    assert weighted == plain
+
+
+def test_bfloat16_parameters_have_the_bits_of_a_trainer(on_instances):
+    """Gradients are multiplied by weights and divided by the mean weight in float32."""
+    model = new_model().bfloat16()
+
+    def run(strategy):
+        module, own = distributed(strategy, model)
+        loss, tokens = mean_over_tokens(own, part_of(strategy, data()))
+        own.weighted_backward(loss, tokens)
+        return [one.grad for one in module.parameters()]
+
+    by_trainer = copy.deepcopy(model)
+    sgd_trainer(2, by_trainer, loss_fn).step(data())
+    for found in on_instances(2, 2, run):
+        for own, parameter in zip(found, by_trainer.parameters(), strict=True):
+            assert torch.equal(own, parameter.grad)
+
+
+@pytest.mark.filterwarnings("ignore:.*GradScaler:FutureWarning")
+def test_a_scaler_of_pytorch_works_with_weights(on_instances):
+    """A power of two changes no bit."""
+
+    def run(strategy):
+        return looped(strategy, scaler=torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=99))
+
+    found = on_instances(REPLICAS, REPLICAS, run)
+    assert {bits(model) for model in found} == {by_trainer()[0]}
+
+
+def test_synchronised_batch_norm_has_the_gradients_of_all_tokens(on_instances):
+    class Normalised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, _, self.last = new_model()
+            self.norm = nn.SyncBatchNorm(8)
+
+        def forward(self, x):
+            return self.last(self.norm(self.table(x).flatten(0, 1))).view(*x.shape, WORDS)
+
+    rows = {name: array[3:] for name, array in data().items()}  # without those that have no tokens
+
+    def run(strategy):
+        module, model = distributed(strategy, Normalised())
+        part = {name: array.chunk(3)[strategy.instance_index] for name, array in rows.items()}
+        model.weighted_backward(*mean_over_tokens(model, part))
+        return [one.grad for one in module.parameters()]
+
+    expected = Normalised()
+    mean_over_tokens(expected, rows)[0].backward()
+    for found in on_instances(3, 3, run):
+        for own, parameter in zip(found, expected.parameters(), strict=True):
+            torch.testing.assert_close(own, parameter.grad, rtol=0, atol=1e-6)
+
+
+def test_a_loss_may_go_through_several_models(on_every_path):
+    """The weight holds for the whole backward pass, also for terms that are added to the loss of the tokens."""
+
+    def run(strategy):
+        parts = new_model()[:2], new_model()[2:]
+        modules, models = zip(*(distributed(strategy, part) for part in parts), strict=True)
+        loss, tokens = mean_over_tokens(lambda x: models[1](models[0](x)), part_of(strategy, data()))
+        models[0].weighted_backward(loss + sum(one.square().sum() for one in modules[0].parameters()), tokens)
+        return [one.grad for module in modules for one in module.parameters()]
+
+    expected = new_model()
+    loss, _ = mean_over_tokens(expected, data())
+    (loss + expected[0].weight.square().sum()).backward()
+    for found in on_every_path(2, 2, run):
+        for own, parameter in zip(found, expected.parameters(), strict=True):
+            torch.testing.assert_close(own, parameter.grad, rtol=0, atol=1e-5)
+
+
+# ---- modules that state the weight
+
+
+class Stating(nn.Module):
+    def __init__(self, recomputes=False):
+        super().__init__()
+        self.model, self.recomputes = new_model(), recomputes
+
+    def forward(self, x, y):
+        loss, tokens = mean_over_tokens(self.model, {"x": x, "y": y})
+        strategies.torch.loss_weight(tokens)
+        return loss
+
+
+@pytest.mark.parametrize("recomputes", [False, also(True)])
+def test_a_module_may_state_the_weight_of_its_loss(on_instances, recomputes):
+    def run(strategy):
+        module, model = distributed(strategy, Stating())
+        optimizer, batch = torch.optim.SGD(module.parameters(), LR), part_of(strategy, data())
+        call = functools.partial(checkpoint, model, use_reentrant=False) if recomputes else model
+        for _ in range(STEPS):
+            model.eval()(batch["x"], batch["y"])  # states nothing for the training
+            model.train()
+            with torch.no_grad():
+                model(batch["x"], batch["y"])
+            optimizer.zero_grad()
+            model.weighted_backward(call(batch["x"], batch["y"]))
+            optimizer.step()
+        return bits(module)
+
+    assert on_instances(REPLICAS, REPLICAS, run) == [by_trainer()[0]] * REPLICAS
+
+
+def test_a_stated_weight_serves_replicas_that_take_turns():
+    module, model = distributed(strategies.IPUStrategy(REPLICAS), Stating())
+    optimizer = torch.optim.SGD(module.parameters(), LR)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model.backward(lambda rows: model(rows["x"], rows["y"]), data())
+        optimizer.step()
+    assert bits(module) == by_trainer()[0]
+
+
+def test_a_stated_weight_is_not_forgotten():
+    module, model = distributed(strategies.IPUStrategy(1), Stating())
+    batch = data()
+    with pytest.raises(StrategyError, match=r"stated .* call model\.weighted_backward\(loss\) in its place"):
+        model(batch["x"], batch["y"]).backward()
+    module.zero_grad()
+    one, _ = (model(batch["x"], batch["y"]) for _ in range(2))
+    with pytest.raises(StrategyError, match=r"weights were stated for one loss; give the weight: model\.weighted"):
+        model.weighted_backward(one)
+    model.weighted_backward(one, 7)
+
+
+# ---- what is refused, on all instances
+
+
+def refusals(strategy, attempt, error, match):
+    module, model = distributed(strategy, new_model())
+    batch = part_of(strategy, data())
+    with pytest.raises(error, match=match):
+        attempt(strategy, model, functools.partial(mean_over_tokens, model, batch))
+    return module
+
+
+def of_some(strategy, model, compute):
+    loss, tokens = compute()
+    model.weighted_backward(loss, tokens) if strategy.instance_index else loss.nan_to_num().backward()
+
+
+def in_some_passes(strategy, model, compute):
+    with model.no_sync():
+        model.weighted_backward(*compute())
+    compute()[0].backward()
+
+
+def over_old_gradients(strategy, model, compute):
+    for _ in range(2):
+        model.weighted_backward(*compute())
+
+
+@pytest.mark.parametrize(
+    ("attempt", "match"),
+    [
+        (of_some, r"losses of the replicas \[0\] have no weight, and those of the others have one"),
+        (in_some_passes, "some backward passes of a step are model.weighted_backward"),
+        (over_old_gradients, r"gradients of an earlier step are left, .* call optimizer\.zero_grad\(\)"),
+    ],
+)
+def test_passes_without_a_weighted_mean_are_refused(on_every_path, attempt, match):
+    on_every_path(2, 2, lambda strategy: refusals(strategy, attempt, StrategyError, match))
+
+
+def test_gradients_that_are_zero_are_no_obstacle():
+    """`zero_grad(set_to_none=False)` leaves zeros."""
+    module, model = distributed(strategies.IPUStrategy(1), new_model())
+    for _ in range(2):
+        module.zero_grad(set_to_none=False)
+        model.weighted_backward(*mean_over_tokens(model, data()))
+    expected = new_model()
+    mean_over_tokens(expected, data())[0].backward()
+    for own, parameter in zip(module.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, parameter.grad)
+
+
+@pytest.mark.parametrize(
+    ("weight", "error", "match"),
+    [
+        (None, ValueError, r"the loss has no weight; give it, as in model\.weighted_backward\(loss, tokens\)"),
+        (torch.ones(2), TypeError, r"weight of the loss is torch.float32\[2\]; give a real scalar"),
+        (-1.0, WeightError, "weight of a loss is negative or not finite at step 0"),
+        (math.nan, WeightError, "weight of a loss is negative or not finite at step 0"),
+    ],
+)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_wrong_weights_are_refused(on_instances, replicas, weight, error, match):
+    def attempt(strategy, model, compute):
+        model.weighted_backward(compute()[0], weight)
+
+    on_instances(replicas, replicas, lambda strategy: refusals(strategy, attempt, error, match))
+
+
+def test_float16_gradients_are_refused(on_instances):
+    def run(strategy):
+        _, model = distributed(strategy, new_model(), gradient_transfer_dtype="float16")
+        with pytest.raises(ValueError, match="travels as float16, which overflows when it is multiplied by large"):
+            model.weighted_backward(*mean_over_tokens(model, part_of(strategy, data())))
+
+    on_instances(2, 2, run)
+
+
+# ---- without weight
+
+
+def without_weight(strategy, steps):
+    """Return the results of a loop whose second batch has no tokens."""
+    module, model = distributed(strategy, nn.Sequential(new_model(), nn.BatchNorm1d(9)))
+    optimizer, told = torch.optim.SGD(module.parameters(), LR, 0.9), []
+    for step in range(3):
+        batch = part_of(strategy, data())
+        if step == 1:
+            batch["y"] = torch.full_like(batch["y"], IGNORED)
+        optimizer.zero_grad()
+        try:
+            steps(model, batch)
+        except ZeroWeightError as error:
+            told.append(str(error))
+            assert not any(one.grad.any() for one in module.parameters())
+        else:
+            optimizer.step()
+    return told, strategies.fingerprint([one.detach().numpy() for one in module.state_dict().values()])
+
+
+def turns(model, batch):
+    def of_rows(rows):
+        loss, tokens = mean_over_tokens(model, rows)
+        return strategies.Outcome(loss, weight=tokens)
+
+    model.backward(of_rows, batch)
+
+
+def one_pass(model, batch):
+    model.weighted_backward(*mean_over_tokens(model, batch))
+
+
+def test_a_step_without_weight_is_an_error_on_all_instances_and_the_loop_goes_on(everywhere, on_every_path):
+    found = everywhere(REPLICAS, lambda strategy: without_weight(strategy, turns))
+    found += on_every_path(REPLICAS, REPLICAS, lambda strategy: without_weight(strategy, one_pass))
+    assert all(each == found[0] for each in found)
+    [told] = found[0][0]
+    assert "all replicas and micro-batches have weight 0 at step 1" in told
+
+
+def test_an_instance_that_ends_early_has_no_weight_in_join(on_every_path):
+    def run(strategy):
+        module, model = distributed(strategy, new_model())
+        batch = part_of(strategy, data())
+        with model.join():
+            for _ in range(1 + strategy.instance_index):
+                module.zero_grad()
+                model.weighted_backward(*mean_over_tokens(model, batch))
+        return [one.grad for one in module.parameters()]
+
+    expected = new_model()
+    rows = {name: array[len(array) // 2 :] for name, array in data().items()}
+    mean_over_tokens(expected, rows)[0].backward()
+    found = on_every_path(2, 2, run)[1]
+    for own, parameter in zip(found, expected.parameters(), strict=True):
+        torch.testing.assert_close(own, parameter.grad)
+
+
+def test_an_optimizer_that_looks_at_the_loss_gets_the_weighted_mean(on_instances):
+    def run(strategy):
+        module, model = distributed(strategy, new_model())
+        optimizer, batch = torch.optim.LBFGS(module.parameters(), 0.1, max_iter=3), part_of(strategy, data())
+
+        def closure():
+            optimizer.zero_grad()
+            loss, tokens = mean_over_tokens(model, batch)
+            model.weighted_backward(loss, tokens)
+            return loss
+
+        return module, float(optimizer.step(closure))
+
+    (module, loss), (other, _) = on_instances(2, 2, run)
+    assert bits(module) == bits(other)
+    assert loss == pytest.approx(mean_over_tokens(new_model(), data())[0].item(), rel=1e-6)
+
+
+# ---- losses of instances
+
+
+@pytest.mark.parametrize("weight", [None, 0.0, 2.5])
+def test_a_late_instance_hears_the_mean_weight(on_instances, weight):
+    """So it raises as the others do, if all weights are 0."""
+    parameter = nn.Parameter(torch.ones(2))
+    means = LoopMeans(3.0, [torch.ones(2)], {}, weight)
+
+    def run(strategy):
+        own = means if strategy.instance_index == 1 else None
+        return received_means(own, [("w", parameter)], {}, strategy.communicator, 1)
+
+    for found in on_instances(2, 2, run):
+        assert (found.loss, found.weight) == (3.0, weight)
+
+
+@pytest.mark.parametrize(("count", "lost"), [(2, 1), also(4, 0)])
+def test_a_loop_with_weights_survives_a_loss_at_every_event_of_a_step(count, lost):
+    def program(strategy):
+        module, model = distributed(strategy, new_model())
+        optimizer = torch.optim.SGD(module.parameters(), LR)
+        dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=3)
+        for batch in dataset.epoch(0):
+            optimizer.zero_grad()
+            turns(model, batch)
+            optimizer.step()
+        return bits(module)
+
+    expected = program(strategies.IPUStrategy(REPLICAS))
+    counted = Events(lost, 1)
+    assert run_losing(count, REPLICAS, program, "ring", counted) == [expected] * count
+    for number in range(len(counted.seen)):
+        found = run_losing(count, REPLICAS, program, "ring", Events(lost, 1, number))
+        assert found == [None if rank == lost else expected for rank in range(count)], counted.seen[number]

@@ -1,0 +1,645 @@
+"""Estimators: the original's rows, and the same bits as `Trainer`."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from estimator_parts import Seen, config_of, increasing
+
+import strategies
+from strategies.compat import estimator as est
+from strategies.compat.estimator import (
+    CrossReplicaOptimizer,
+    EvalSpec,
+    IPUEstimator,
+    IPUEstimatorSpec,
+    IPURunConfig,
+    ModeKeys,
+    Optimizer,
+    RunConfig,
+    TrainSpec,
+    train_and_evaluate,
+)
+
+
+def listed(*batches):
+    return lambda: [np.asarray(batch, np.float32) for batch in batches]
+
+
+def passed_on(reduce):
+    """Return a `model_fn` that trains nothing, with a loss of the features."""
+
+    def model_fn(features, mode):
+        loss = reduce(features)
+        return IPUEstimatorSpec(mode, predictions=features, loss=loss, train_op=loss, eval_metric_ops={})
+
+    return model_fn
+
+
+def square(features, labels, mode):
+    w = est.get_variable("w", initializer=2.0)
+    if mode == ModeKeys.PREDICT:
+        return IPUEstimatorSpec(mode, w * features)
+    loss = jnp.mean((w * features - labels) ** 2)
+    return IPUEstimatorSpec(mode, None, loss, optax.sgd(0.5), {"error": loss})
+
+
+def pairs(features, labels):
+    return lambda: zip(np.asarray(features, np.float32), np.asarray(labels, np.float32), strict=True)
+
+
+# ---- training
+
+
+def test_steps_are_counted_in_iterations(tmp_path):
+    seen, batch_sizes = Seen(), []
+
+    def input_fn(params):
+        batch_sizes.append(params["batch_size"])
+        return increasing(10, (), params["batch_size"])()
+
+    estimator = IPUEstimator(passed_on(jnp.sum), tmp_path, config_of(loops=2), train_batch_size=2)
+    estimator.train(input_fn, [seen], steps=4).train(input_fn, [seen], steps=4)
+    estimator.train(input_fn, [seen], max_steps=9)
+    estimator.train(input_fn, [seen], max_steps=9)
+    assert seen.steps == [2, 4, 6, 8, 10]
+    assert set(batch_sizes) == {2}
+
+
+def test_the_loss_is_the_mean_over_the_iterations_of_a_loop():
+    seen = Seen()
+    IPUEstimator(passed_on(jnp.sum), config=config_of(loops=2)).train(increasing(10, (2,), 2), [seen], steps=6)
+    assert seen.losses == [6, 22, 18]
+
+
+def test_replicas_take_elements_in_turns_and_average_their_losses():
+    seen = Seen()
+    model_fn = passed_on(strategies.cross_replica_ops.cross_replica_sum)
+    IPUEstimator(model_fn, config=config_of(4, 2)).train(increasing(10), [seen], steps=6)
+    assert (seen.losses, seen.steps) == ([14, 16, 18], [2, 4, 6])
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_gradients_of_workers_are_averaged_by_a_host_call(on_instances, instances, tmp_path):
+    """A row of the original: w is 2, -0.5, 3.25, -2.375."""
+
+    def run(strategy):
+        contexts, values = [], []
+
+        def model_fn(features, labels, mode):
+            w = est.get_variable("w", initializer=2.0)
+            loss = jnp.mean((w * features - labels) ** 2)
+            optimizer = Optimizer(optax.sgd(0.5))
+            gradients, variables = zip(*optimizer.compute_gradients(loss), strict=True)
+
+            def apply(*gradients):
+                return optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+            return IPUEstimatorSpec(mode, loss=loss, train_op=loss, host_call=(apply, gradients))
+
+        def input_fn(mode, input_context):
+            contexts.append((input_context.num_input_pipelines, input_context.input_pipeline_id))
+            data = np.array([[1], [2]], np.float32)[input_context.input_pipeline_id :: 2]
+            return ((row[None], row[None]) for row in itertools.cycle(data))
+
+        class Values:
+            def after_run(self, estimator, run_values):
+                values.append(run_values.results["global_step"])
+
+        estimator = IPUEstimator(model_fn, tmp_path, RunConfig(train_distribute=strategy))
+        found = []
+        for _ in range(3):
+            estimator.train(input_fn, [Values()], steps=1)
+            found.append(float(estimator.get_variable_value("w")))
+        return found, values, set(contexts)
+
+    told = on_instances(instances, 2, run)
+    assert [found for found, _, _ in told] == [[-0.5, 3.25, -2.375]] * instances
+    assert [steps for _, steps, _ in told] == [[1, 2, 3]] * instances
+    assert set().union(*(contexts for *_, contexts in told)) == {(2, 0), (2, 1)}
+
+
+def test_losses_of_workers_are_added_and_those_of_replicas_averaged():
+    seen = Seen()
+    config = config_of(2, train_distribute=strategies.IPUStrategy(4))
+
+    def model_fn(features, labels, mode):
+        loss = est.get_variable("w", initializer=1.0) * jnp.mean(features)
+        return IPUEstimatorSpec(mode, loss=loss, train_op=CrossReplicaOptimizer(optax.sgd(0.0)).minimize(loss))
+
+    def input_fn(input_context):
+        return pairs(np.arange(4) + 4 * input_context.input_pipeline_id, np.zeros(4))()
+
+    IPUEstimator(model_fn, config=config).train(input_fn, [seen])
+    assert seen.losses == [(0 + 1) / 2 + (4 + 5) / 2, (2 + 3) / 2 + (6 + 7) / 2]
+
+
+@pytest.mark.parametrize("instances", [1, 2, 4])
+def test_training_has_the_bits_of_a_trainer(on_instances, instances, tmp_path):
+    """Four workers; the variables do not depend on the number of instances."""
+    random = np.random.default_rng(0)
+    x, y = random.standard_normal((64, 8)).astype(np.float32), random.standard_normal(64).astype(np.float32)
+    first = random.standard_normal((8, 1)).astype(np.float32)
+
+    def loss_of(w, b, x, y):
+        return jnp.mean((jnp.tanh(x @ w)[:, 0] + b - y) ** 2)
+
+    def model_fn(features, labels, mode):
+        loss = loss_of(est.get_variable("w", initializer=first), est.get_variable("b"), features["x"], labels)
+        return IPUEstimatorSpec(mode, loss=loss, train_op=Optimizer(optax.adam(0.1)).minimize(loss))
+
+    def input_fn(mode, params, input_context):
+        own, size = slice(input_context.input_pipeline_id, None, 4), params["batch_size"]
+        rows = [({"x": x[own][k : k + size]}, y[own][k : k + size]) for k in range(0, 16, size)]
+        return rows * 3
+
+    def run(strategy):
+        config = RunConfig(train_distribute=strategy)
+        estimator = IPUEstimator(model_fn, tmp_path, config, {"unused": 1}, train_batch_size=16)
+        estimator.train(input_fn, steps=5).train(input_fn, steps=3)
+        return {name: estimator.get_variable_value(name) for name in ("w", "b")}
+
+    model_fn = _with_params(model_fn)
+    found = on_instances(instances, 4, run)
+    strategy = strategies.IPUStrategy(4)
+
+    def loss_fn(variables, batch, key):
+        return loss_of(variables["w"], variables["b"], batch["x"], batch["y"])
+
+    trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.1))
+    state = trainer.init({"w": first, "b": np.zeros((), np.float32)})
+    for step in [0, 1, 2, 3, 0, 0, 1, 2]:
+        rows = np.concatenate([np.arange(64)[worker::4][4 * step : 4 * step + 4] for worker in range(4)])
+        state, _ = trainer.step(state, {"x": x[rows], "y": y[rows]})
+    wanted = strategies.fingerprint(state.variables)
+    assert [strategies.fingerprint(one) for one in found] == [wanted] * instances
+
+
+def _with_params(model_fn):
+    def taking(features, labels, mode, params):
+        return model_fn(features, labels, mode)
+
+    return taking
+
+
+def test_the_loss_that_is_trained_may_be_another_than_the_loss_that_is_reported():
+    seen = Seen()
+
+    def model_fn(features, mode):
+        w = est.get_variable("w", initializer=1.0)
+        train_op = Optimizer(optax.sgd(1.0)).minimize(3 * w)
+        return IPUEstimatorSpec(mode, loss=w + 10, train_op=train_op)
+
+    estimator = IPUEstimator(model_fn).train(increasing(3), [seen], steps=2)
+    assert (seen.losses, estimator.get_variable_value("w")) == ([11, 8], -5)
+
+
+def test_only_the_given_variables_are_trained():
+    def model_fn(features, mode):
+        v, w = est.get_variable("v", initializer=1.0), est.get_variable("w", initializer=1.0)
+        loss = v + 2 * w
+        return IPUEstimatorSpec(mode, loss=loss, train_op=Optimizer(optax.sgd(1.0)).minimize(loss, var_list=[w]))
+
+    estimator = IPUEstimator(model_fn).train(increasing(3), steps=1)
+    assert [estimator.get_variable_value(name) for name in ("v", "w")] == [1, -1]
+
+
+def test_the_global_step_is_that_before_the_loop():
+    seen = Seen()
+
+    def model_fn(features, mode):
+        loss = est.get_global_step().astype(jnp.float32)
+        return IPUEstimatorSpec(mode, loss=loss, train_op=loss)
+
+    IPUEstimator(model_fn, config=config_of(loops=2)).train(increasing(3), [seen], steps=6)
+    assert seen.losses == [0, 2, 4]
+
+
+def test_an_increment_of_the_global_step_is_refused():
+    def model_fn(features, mode):
+        loss = est.get_variable("w")
+        return IPUEstimatorSpec(mode, loss=loss, train_op=Optimizer(optax.sgd(1)).minimize(loss, est.get_global_step()))
+
+    with pytest.raises(ValueError, match="global_step"):
+        IPUEstimator(model_fn).train(increasing(3), steps=1)
+
+
+def calling(function, arrays, train_op=None):
+    def model_fn(features, mode):
+        loss = jnp.sum(features)
+        return IPUEstimatorSpec(mode, loss=loss, train_op=loss, host_call=(function, arrays(features, loss)))
+
+    return model_fn
+
+
+@pytest.mark.parametrize(
+    ("arrays", "wanted"),
+    [
+        (lambda features, loss: [loss], [(1,), (2,)]),
+        (lambda features, loss: [], [(), ()]),
+        (lambda features, loss: [loss, features + 1], [(1, 2), (2, 3)]),
+    ],
+)
+def test_the_host_calls_a_function_after_each_step(arrays, wanted):
+    calls = []
+
+    def function(*arguments):
+        calls.append(arguments)
+        return 0
+
+    IPUEstimator(calling(function, arrays)).train(lambda: np.array([1, 2], np.float32), steps=2)
+    assert calls == wanted
+
+
+def test_the_host_calls_the_function_for_each_worker(on_instances):
+    def run(strategy):
+        calls = []
+        model_fn = calling(lambda *arguments: calls.append(arguments) or 0, lambda features, loss: [features, loss])
+
+        def input_fn(input_context):
+            return [np.full((2,), 10 * input_context.input_pipeline_id + k, np.float32) for k in range(2)]
+
+        IPUEstimator(model_fn, config=RunConfig(train_distribute=strategy)).train(input_fn)
+        return [(features.tolist(), float(loss)) for features, loss in calls]
+
+    both = [[([10 * worker + k] * 2, 2.0 * (10 * worker + k)) for worker in range(2)] for k in range(2)]
+    assert on_instances(1, 2, run) == [both[0] + both[1]]
+    assert on_instances(2, 2, run) == [[both[0][worker], both[1][worker]] for worker in range(2)]
+
+
+def test_a_host_function_without_a_result_is_refused():
+    model_fn = calling(lambda loss: None, lambda features, loss: [loss])
+    with pytest.raises(TypeError, match="returns None"):
+        IPUEstimator(model_fn).train(increasing(3), steps=1)
+
+
+def test_a_host_function_that_applies_no_gradients_is_refused():
+    def model_fn(features, mode):
+        loss = est.get_variable("w")
+        [(gradient, _)] = Optimizer(optax.sgd(1)).compute_gradients(loss)
+        return IPUEstimatorSpec(mode, loss=loss, train_op=loss, host_call=(lambda gradient: 0, [gradient]))
+
+    with pytest.raises(ValueError, match="return apply_gradients"):
+        IPUEstimator(model_fn).train(increasing(3), steps=1)
+
+
+def test_a_changed_gradient_is_refused():
+    optimizer = Optimizer(optax.sgd(1))
+    with pytest.raises(TypeError, match="MapGradientOptimizer"):
+        optimizer.apply_gradients([(np.ones(1), None)])
+
+
+def test_host_calls_with_several_iterations_are_refused():
+    model_fn = calling(lambda loss: 0, lambda features, loss: [loss])
+    with pytest.raises(ValueError, match="host_call"):
+        IPUEstimator(model_fn, config=config_of(loops=2)).train(increasing(3), steps=2)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_steps_must_be_multiples_of_the_iterations(steps):
+    estimator = IPUEstimator(passed_on(jnp.sum), config=config_of(loops=3))
+    with pytest.raises(ValueError, match="multiple of iterations_per_loop"):
+        estimator.train(increasing(3), steps=steps)
+    with pytest.raises(ValueError, match="multiple of iterations_per_loop"):
+        estimator.evaluate(increasing(3), steps=steps)
+
+
+@pytest.mark.parametrize("is_scope", [False, True])
+def test_several_iterations_with_a_strategy_are_not_implemented(is_scope, strategy):
+    config = config_of(loops=2, train_distribute=None if is_scope else strategy)
+    estimator = IPUEstimator(passed_on(jnp.sum), config=config)
+    if is_scope:
+        with strategy.scope(), pytest.raises(NotImplementedError):
+            estimator.train(increasing(3), steps=2)
+    else:
+        with pytest.raises(NotImplementedError):
+            estimator.train(increasing(3), steps=2)
+
+
+def test_replicas_without_a_cross_replica_optimizer_are_refused():
+    def model_fn(features, mode):
+        loss = est.get_variable("w") * features
+        return IPUEstimatorSpec(mode, loss=loss, train_op=Optimizer(optax.sgd(1)).minimize(loss))
+
+    with pytest.raises(ValueError, match="not a valid replicated training graph"):
+        IPUEstimator(model_fn, config=config_of(4)).train(increasing(3), steps=1)
+
+
+def test_replicas_train_on_a_regression_together():
+    random, seen = np.random.default_rng(0), Seen()
+    x = random.standard_normal((256, 4)).astype(np.float32)
+
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (4,))
+        loss = jnp.mean((features @ w - labels) ** 2)
+        return IPUEstimatorSpec(mode, loss=loss, train_op=CrossReplicaOptimizer(optax.sgd(0.1)).minimize(loss))
+
+    def input_fn():
+        return zip(x.reshape(-1, 8, 4), x.reshape(-1, 8, 4).sum(2), strict=True)
+
+    IPUEstimator(model_fn, config=config_of(4)).train(input_fn, [seen])
+    assert len(seen.losses) == 8
+    assert seen.losses[-1] < seen.losses[0] / 5
+
+
+# ---- batch sizes
+
+
+@pytest.mark.parametrize(("size", "wanted"), [(2, 1), (4, 2), (6, 3)])
+@pytest.mark.parametrize("kind", ["train", "eval", "predict"])
+def test_batch_sizes_are_divided_among_replicas(kind, size, wanted):
+    found = []
+
+    def input_fn(params):
+        found.append(params["batch_size"])
+        return increasing(3)()
+
+    model_fn = passed_on(strategies.cross_replica_ops.cross_replica_sum)
+    estimator = IPUEstimator(model_fn, config=config_of(2), **{f"{kind}_batch_size": size})
+    {
+        "train": lambda: estimator.train(input_fn, steps=1),
+        "eval": lambda: estimator.evaluate(input_fn, steps=1),
+        "predict": lambda: next(estimator.predict(input_fn)),
+    }[kind]()
+    assert found == [wanted]
+
+
+@pytest.mark.parametrize("kind", ["train", "eval", "predict"])
+@pytest.mark.parametrize("size", [0, 1])
+def test_batch_sizes_that_replicas_do_not_divide_are_refused(kind, size):
+    with pytest.raises(ValueError, match=f"{kind}_batch_size"):
+        IPUEstimator(passed_on(jnp.sum), config=config_of(2), **{f"{kind}_batch_size": size})
+
+
+def test_batch_sizes_are_divided_among_workers():
+    config = config_of(2, train_distribute=strategies.IPUStrategy(4), eval_distribute=strategies.IPUStrategy(6))
+    for sizes, message in [({"train_batch_size": 6}, "(2 * 2)"), ({"eval_batch_size": 8}, "(3 * 2)")]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            IPUEstimator(passed_on(jnp.sum), config=config, **sizes)
+    sizes = {"train_batch_size": 4, "eval_batch_size": 12, "predict_batch_size": 6}
+    estimator = IPUEstimator(passed_on(jnp.sum), config=config, **sizes)
+    assert [estimator._named(mode)["params"]["batch_size"] for mode in ("train", "eval", "infer")] == [1, 2, 3]
+
+
+def test_batch_sizes_exclude_each_other():
+    with pytest.raises(ValueError, match="batch size"):
+        IPUEstimator(_with_params(square), params={"batch_size": 1}, train_batch_size=1)
+    with pytest.raises(ValueError, match="does not take params"):
+        IPUEstimator(square, train_batch_size=1).train(pairs([1], [1]), steps=1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "ipus", "message"),
+    [
+        ({"num_replicas": 2}, None, "2 num_replicas times 1 num_shards"),
+        ({"num_shards": 2}, None, "1 num_replicas times 2 num_shards"),
+        ({"num_replicas": 2}, 1, "ipu_options has 1"),
+        ({}, 2, "ipu_options has 2"),
+        ({"num_replicas": 2, "num_shards": 2}, 2, "4 devices"),
+        ({"prefetch_depth": -1}, 1, "prefetch_depth"),
+        ({"iterations_per_loop": 0}, 1, "iterations_per_loop"),
+    ],
+)
+def test_devices_must_be_those_of_the_configuration(asked, ipus, message):
+    config = strategies.config.IPUConfig()
+    config.auto_select_ipus = ipus or 1
+    with pytest.raises(ValueError, match=message):
+        IPURunConfig(ipu_options=None if ipus is None else config, **asked)
+
+
+# ---- evaluation and prediction
+
+
+def of_eval(**given):
+    def model_fn(features, labels, mode):
+        own = {name: function(features, labels) for name, function in given.items()}
+        return IPUEstimatorSpec(mode, loss=jnp.sum(features), **own)
+
+    return model_fn
+
+
+def test_evaluation_averages_scalars_over_batches():
+    model_fn = of_eval(eval_metric_ops=lambda x, y: {"mean": jnp.mean(x), "rows": strategies.Mean(jnp.sum(x), 2.0)})
+    found = IPUEstimator(model_fn).evaluate(pairs([[1, 2], [3, 4]], [0, 0]))
+    assert found == {"loss": 5, "mean": 2.5, "rows": 2.5, "global_step": 0}
+
+
+@pytest.mark.parametrize("is_on_host", [False, True])
+def test_replicated_evaluation_counts_every_replica(is_on_host):
+    labels, predictions = np.array([0, 1, 0, 1], np.float32), np.array([0, 0, 0, 1], np.float32)
+
+    def metrics(predictions, labels):
+        right = predictions == labels
+        positive = strategies.Mean((predictions * labels).sum(), labels.sum())
+        precise = strategies.Mean((predictions * labels).sum(), predictions.sum())
+        error = ((predictions - labels) ** 2).mean()
+        return {"accuracy": right.mean(), "recall": positive, "precision": precise, "mse": error}
+
+    def model_fn(features, labels, mode):
+        given = {"eval_metrics": (metrics, [features, labels])} if is_on_host else {}
+        given = given or {"eval_metric_ops": metrics(features, labels)}
+        return IPUEstimatorSpec(mode, loss=jnp.sum(features) + jnp.sum(labels), **given)
+
+    found = IPUEstimator(model_fn, config=config_of(4)).evaluate(pairs(predictions[:, None], labels[:, None]), steps=1)
+    assert found == {"loss": 0.75, "accuracy": 0.75, "recall": 0.5, "precision": 1, "mse": 0.25, "global_step": 0}
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({}, ValueError),
+        ({"eval_metric_ops": lambda x, y: {}, "eval_metrics": lambda x, y: (dict, [])}, ValueError),
+        ({"eval_metrics": lambda x, y: (lambda x: {}, {"wrong": x})}, TypeError),
+        ({"eval_metrics": lambda x, y: lambda x: {}}, TypeError),
+        ({"eval_metrics": lambda x, y: (dict, x)}, TypeError),
+    ],
+)
+def test_wrong_metrics_are_refused(given, error):
+    with pytest.raises(error):
+        IPUEstimator(of_eval(**given)).evaluate(pairs([1], [1]))
+
+
+def predicting(predictions):
+    return lambda features, mode: IPUEstimatorSpec(mode, predictions(features))
+
+
+def test_predictions_come_row_by_row_or_loop_by_loop():
+    data, twice = listed([1, 2], [3, 4], [5, 6], [7, 8]), predicting(lambda x: 2 * x)
+    estimator = IPUEstimator(twice, config=config_of(loops=2))
+    assert list(estimator.predict(data)) == [2, 4, 6, 8, 10, 12, 14, 16]
+    batches = list(estimator.predict(data, yield_single_examples=False))
+    assert [batch.tolist() for batch in batches] == [[2, 4, 6, 8], [10, 12, 14, 16]]
+    few = estimator.predict(data, num_predictions=3)
+    assert [next(few), next(few), next(few)] == [2, 4, 6]
+    with pytest.raises(StopIteration):
+        next(few)
+
+
+def test_predictions_may_be_a_dictionary():
+    estimator = IPUEstimator(predicting(lambda x: {"x": x, "square": x * x}))
+    assert list(estimator.predict(listed([1, 2]))) == [{"x": 1, "square": 1}, {"x": 2, "square": 4}]
+    assert list(estimator.predict(listed([1, 2]), ["square"])) == [{"square": 1}, {"square": 4}]
+
+
+def test_replicas_predict_in_turns():
+    data = listed([1], [2], [3], [4])
+    estimator = IPUEstimator(predicting(lambda x: 2 * x + 1), config=config_of(4))
+    assert list(itertools.islice(estimator.predict(data), 2)) == [3, 5]
+    assert next(estimator.predict(data, yield_single_examples=False)).tolist() == [3, 5, 7, 9]
+
+
+# ---- checkpoints
+
+
+def test_training_continues_from_the_folder(tmp_path):
+    data = pairs([[1], [2]], [[1], [2]])
+    values = []
+    for _ in range(2):
+        estimator = IPUEstimator(square, tmp_path).train(data, steps=1)
+        values.append(float(estimator.get_variable_value("w")))
+    together = IPUEstimator(square).train(pairs([[1], [1]], [[1], [1]]))
+    assert values[-1] == together.get_variable_value("w")
+    fresh = IPUEstimator(square, tmp_path)
+    assert fresh.evaluate(pairs([[1]], [[0]])) == {"loss": 1, "error": 1, "global_step": 2}
+    assert list(fresh.predict(listed([3]))) == [3 * values[-1]]
+    assert fresh.get_variable_names() == ["w"]
+    assert fresh.latest_checkpoint().endswith("step_00000002")
+    warm = IPUEstimator(square, warm_start_from=tmp_path).train(data, steps=1)
+    assert warm.get_variable_value("w") == values[-1]
+
+
+def test_checkpoints_are_made_and_kept_as_configured(tmp_path):
+    steps = []
+
+    class Listener:
+        def after_save(self, session, global_step):
+            steps.append(global_step)
+
+    config = RunConfig(save_checkpoints_steps=2, keep_checkpoint_max=2)
+    estimator = IPUEstimator(square, tmp_path, config)
+    estimator.train(pairs([[1]] * 7, [[1]] * 7), saving_listeners=[Listener()])
+    assert steps == [2, 4, 6]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000006", "step_00000007"]
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_training_is_evaluated_at_checkpoints_and_at_the_end(on_instances, instances, tmp_path):
+    def run(strategy):
+        evaluated, exported = [], []
+
+        class Exporter:
+            name = "best"
+
+            def export(self, estimator, export_path, checkpoint_path, eval_result, is_the_final_export):
+                exported.append((eval_result["global_step"], is_the_final_export))
+                return export_path
+
+        class Begin:
+            def begin(self):
+                evaluated.append(True)
+
+        config = RunConfig(train_distribute=strategy, save_checkpoints_steps=2)
+        estimator = IPUEstimator(square, tmp_path, config)
+        data = pairs([[1]] * 8, [[1]] * 8)
+        found, exports = train_and_evaluate(
+            estimator,
+            TrainSpec(data, max_steps=5),
+            EvalSpec(data, 1, hooks=[Begin()], exporters=[Exporter()], throttle_secs=0),
+        )
+        return found["global_step"], len(evaluated), exported, exports
+
+    wanted = (5, 3, [(2, False), (4, False), (5, True)], [str(tmp_path / "export" / "best")])
+    assert on_instances(instances, 2, run) == [wanted, (5, 3, [], [])][:instances]
+
+
+def test_evaluation_waits_for_its_time():
+    evaluated = []
+    config = RunConfig(save_checkpoints_steps=1)
+    data = pairs([[1]] * 4, [[1]] * 4)
+    hook = type("Begin", (), {"begin": lambda self: evaluated.append(True)})()
+    train_and_evaluate(IPUEstimator(square, config=config), TrainSpec(data), EvalSpec(data, hooks=[hook]))
+    assert evaluated == [True]
+
+
+# ---- misuse
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: IPUEstimator(None), ValueError, "model_fn must be provided"),
+        (lambda: IPUEstimator(lambda x: x), ValueError, "not expected"),
+        (lambda: IPUEstimator(lambda features: 0, params={}), ValueError, "does not include params"),
+        (lambda: IPUEstimator(square, config={}), TypeError, "RunConfig"),
+        (lambda: IPUEstimator(lambda features: 0).train(listed([1])), ValueError, "IPUEstimatorSpec"),
+        (lambda: IPUEstimator(square).train(listed([1]), steps=1, max_steps=1), ValueError, "both steps and max_steps"),
+        (lambda: IPUEstimator(square).train(listed([1]), steps=0), ValueError, "steps > 0"),
+        (lambda: IPUEstimator(square).train([1]), TypeError, "input_fn"),
+        (lambda: IPUEstimator(square).train(lambda: (1, 2)), TypeError, "iterable of batches"),
+        (lambda: IPUEstimator(square).train(list), ValueError, "too few batches"),
+        (lambda: IPUEstimator(square).train(lambda: [(1, 2, 3)]), ValueError, "3 parts"),
+        (lambda: IPUEstimator(square).train(pairs([[1], [1, 2]], [[1], [1, 2]])), ValueError, "inhomogeneous"),
+        (lambda: IPUEstimator(passed_on(jnp.sum)).train(pairs([1], [1])), ValueError, "does not take labels"),
+        (lambda: IPUEstimator(square).evaluate(pairs([1], [1]), checkpoint_path="nowhere"), Exception, "nowhere"),
+        (lambda: IPUEstimatorSpec("training"), ValueError, "ModeKeys"),
+        (lambda: IPUEstimatorSpec("train", loss=1), ValueError, "Missing train_op"),
+        (lambda: IPUEstimatorSpec("infer"), ValueError, "Missing predictions"),
+        (lambda: Optimizer("sgd"), TypeError, "optax"),
+        (lambda: RunConfig(train_distribute="mirrored"), TypeError, "strategy|Strategy"),
+        (lambda: RunConfig(save_checkpoints_steps=1, save_checkpoints_secs=1), ValueError, "both"),
+        (lambda: TrainSpec(listed([1]), max_steps=-1), ValueError, "max_steps"),
+        (lambda: train_and_evaluate(None, TrainSpec(listed([1])), EvalSpec(listed([1]))), TypeError, "IPUEstimator"),
+        (lambda: est.get_variable("w"), RuntimeError, "outside of model_fn"),
+    ],
+)
+def test_misuse_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_batch_of_another_shape_is_refused():
+    data = [(np.ones(2, np.float32),) * 2, (np.ones(1, np.float32),) * 2]
+    with pytest.raises(ValueError, match="drop the remainder"):
+        IPUEstimator(square).train(lambda: data)
+
+
+def test_a_worker_is_not_split():
+    config = config_of(2, train_distribute=strategies.IPUStrategy(3))
+    with pytest.raises(ValueError, match="cannot be split"):
+        IPUEstimator(square, config=config).train(pairs([1], [1]))
+
+
+def test_a_variable_exists_once_and_in_all_modes():
+    def twice(features, mode):
+        return IPUEstimatorSpec(mode, loss=est.get_variable("w") + est.get_variable("w"), train_op=optax.sgd(1))
+
+    with pytest.raises(ValueError, match="already exists"):
+        IPUEstimator(twice).train(listed([1]))
+
+    def by_mode(features, mode):
+        loss = est.get_variable(mode)
+        return IPUEstimatorSpec(mode, loss=loss, train_op=optax.sgd(1.0), eval_metric_ops={})
+
+    estimator = IPUEstimator(by_mode).train(listed([1]))
+    with pytest.raises(ValueError, match="reads variable 'eval', but the model has train"):
+        estimator.evaluate(listed([1]))
+
+
+def test_random_keys_differ_for_replicas_and_steps():
+    keys = []
+
+    def function(data):
+        keys.extend(map(bytes, data))
+        return 0
+
+    def model_fn(features, mode):
+        loss = strategies.cross_replica_ops.cross_replica_sum(features)
+        data = [jax.random.key_data(est.get_random_key())]
+        return IPUEstimatorSpec(mode, loss=loss, train_op=loss, host_call=(function, data))
+
+    IPUEstimator(model_fn, config=config_of(2)).train(increasing(3), steps=2)
+    assert len(set(keys)) == 4

@@ -1,0 +1,151 @@
+"""Learning rates of optax's schedules in sinks, without being asked for."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import strategies
+from strategies.jax.updates.learning_rates import LearningRates
+from strategies.jax.updates.optimizers import MapGradientOptimizer
+from strategies.loss_scaling import LossScaling
+from strategies.sinks.sink import Sink
+
+STEPS = 6
+ROWS = {"x": np.arange(36, dtype=np.float32).reshape(12, 3) / 64}
+SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, STEPS)
+RATES = [float(np.float32(SCHEDULE(step))) for step in range(STEPS)]
+INJECTED = optax.inject_hyperparams(optax.adam)
+INJECTED_SCHEDULE = INJECTED(learning_rate=SCHEDULE)
+
+
+class Kept(Sink):
+    """A sink that keeps its rows."""
+
+    name = "kept:here"
+
+    def __init__(self):
+        self.rows = []
+
+    def open(self, goes_on):
+        pass
+
+    def write(self, rows):
+        self.rows += [dict(row.values) for row in rows]
+
+    def close(self):
+        pass
+
+
+def loss_fn(variables, batch, key):
+    return jnp.mean(batch["x"] @ variables["a"]) + variables["b"] ** 2
+
+
+def rows_of(optimizer, strategy=None, steps_per_execution=1, loss=loss_fn, **options):
+    """Return the learning rates of each row of a training."""
+    strategy = strategy or strategies.IPUStrategy(2)
+    kept, size = Kept(), len(ROWS["x"]) // STEPS // strategy.num_replicas_in_sync
+    dataset = strategy.distribute_dataset(ROWS, batch_size=size, shuffle=False)
+    trainer = strategies.Trainer(strategy, loss, optimizer, **options)
+    state = trainer.init({"a": np.ones(3, np.float32), "b": np.float32(1)})
+    with strategies.metrics.open(kept, strategy=strategy):
+        trainer.run(state, dataset, steps_per_execution)
+    return [{name: rate for name, rate in row.items() if name.startswith("learning_rate")} for row in kept.rows]
+
+
+KNOWN = {
+    "adam": optax.adam(SCHEDULE),
+    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(SCHEDULE)),
+    "by hand": optax.chain(optax.scale_by_adam(), optax.scale_by_learning_rate(SCHEDULE)),
+    "injected": INJECTED(learning_rate=SCHEDULE),
+    "when finite": optax.apply_if_finite(optax.sgd(SCHEDULE), 3),
+    "mapped": MapGradientOptimizer(optax.sgd(SCHEDULE), lambda gradient, variable: gradient),
+}
+
+
+@pytest.mark.parametrize("optimizer", KNOWN.values(), ids=KNOWN)
+def test_the_rate_that_a_step_has_used_is_in_its_row(optimizer):
+    assert rows_of(optimizer) == [{"learning_rate": pytest.approx(rate, rel=1e-6)} for rate in RATES]
+
+
+@pytest.mark.parametrize("optimizer", [optax.adam(SCHEDULE), INJECTED_SCHEDULE], ids=["adam", "injected"])
+@pytest.mark.parametrize("instances", [1, 2])
+def test_rates_do_not_depend_on_instances_or_the_place_of_the_state(optimizer, instances, on_instances):
+    def function(strategy):
+        return rows_of(optimizer, strategy, replicated_optimizer_state_sharding=True, min_elements_for_sharding=1)
+
+    first, *others = on_instances(instances, 2, function)
+    assert first == [{"learning_rate": pytest.approx(rate, rel=1e-6)} for rate in RATES]
+    assert not any(others), "only the chief writes"
+
+
+def test_each_group_has_its_rate():
+    slower = optax.constant_schedule(0.01)
+    groups = optax.partition({"fast": optax.sgd(SCHEDULE), "slow": optax.sgd(slower)}, {"a": "slow", "b": "fast"})
+    found = rows_of(groups)
+    assert [row["learning_rate/fast"] for row in found] == pytest.approx(RATES)
+    assert {row["learning_rate/slow"] for row in found} == {float(np.float32(0.01))}
+
+
+def test_rates_without_labels_are_numbered():
+    found = rows_of(optax.chain(optax.sgd(SCHEDULE), optax.scale_by_learning_rate(optax.constant_schedule(2.0))))
+    assert [row["learning_rate/0"] for row in found] == pytest.approx(RATES)
+    assert {row["learning_rate/1"] for row in found} == {2.0}
+
+
+def test_a_rate_that_the_program_sets_is_that_of_the_row():
+    strategy, kept = strategies.IPUStrategy(1), Kept()
+    trainer = strategies.Trainer(strategy, loss_fn, INJECTED(learning_rate=0.5))
+    state = trainer.init({"a": np.ones(3, np.float32), "b": np.float32(1)})
+    with strategies.metrics.open(kept, strategy=strategy):
+        for rate in (0.25, 0.125):
+            state.optimizer_state.hyperparams["learning_rate"] = jnp.float32(rate)
+            state, _ = trainer.step(state, {"x": jnp.ones((4, 3))})
+    assert [row["learning_rate"] for row in kept.rows] == [0.25, 0.125]
+
+
+UNKNOWN = {
+    "constant": optax.adam(0.1),
+    "not a rate": optax.chain(optax.sgd(0.1), optax.scale_by_schedule(SCHEDULE)),
+    "own": optax.chain(optax.GradientTransformation(lambda _: optax.EmptyState(), lambda g, s, p=None: (g, s))),
+}
+
+
+@pytest.mark.parametrize("optimizer", UNKNOWN.values(), ids=UNKNOWN)
+def test_rates_that_nobody_knows_are_left_out(optimizer):
+    assert rows_of(optimizer) == [{}] * STEPS
+
+
+def test_schedules_without_their_states_are_left_out():
+    """A transformation that hides its schedule from one state and shows it in another is not known."""
+    inner = optax.sgd(SCHEDULE)
+    hidden = optax.GradientTransformation(lambda v: (inner.init(v), inner.init(v)), inner.update)
+    assert LearningRates(hidden).of(hidden.init({"a": jnp.ones(3)}), 1) is None
+
+
+@pytest.mark.parametrize("optimizer", [optax.adam(SCHEDULE), INJECTED_SCHEDULE], ids=["adam", "injected"])
+def test_steps_of_one_program_have_their_rates_if_the_schedule_is_known(optimizer):
+    found = rows_of(optimizer, strategies.IPUStrategy(1), steps_per_execution=4)
+    known = [number for number, row in enumerate(found) if row]
+    is_injected = optimizer is INJECTED_SCHEDULE
+    assert known == ([3, 5] if is_injected else list(range(STEPS))), "an injected rate is that of the last step alone"
+    assert [found[number]["learning_rate"] for number in known] == pytest.approx([RATES[number] for number in known])
+
+
+def test_a_skipped_step_shows_the_last_rate_that_was_used():
+    def broken(variables, batch, key):
+        return loss_fn(variables, batch, key) * jnp.where(jnp.max(batch["x"]) < 0.2, jnp.inf, 1.0)
+
+    found = rows_of(optax.adam(SCHEDULE), loss=broken, loss_scaling=LossScaling(4.0))
+    used = [row["learning_rate"] for row in found]
+    assert used[0] == RATES[0]
+    assert used[-1] < RATES[-1] or used[-1] in RATES
+    skipped = STEPS - len(set(used))
+    assert used[-1] == pytest.approx(RATES[STEPS - 1 - skipped])
+
+
+def test_a_rate_of_the_loss_function_goes_first():
+    def own(variables, batch, key):
+        return loss_fn(variables, batch, key), {"learning_rate": jnp.float32(3)}
+
+    assert rows_of(optax.adam(SCHEDULE), loss=own) == [{"learning_rate": 3.0}] * STEPS
