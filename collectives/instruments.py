@@ -85,8 +85,8 @@ class SeesStepEnds(Protocol):
 
 
 @runtime_checkable
-class SeesStepNumbers(SeesStepEnds, Protocol):
-    """An observer of numbers of steps beside the loss, such as norms of gradients and learning rates."""
+class SeesStepNumbers(Protocol):
+    """An observer of numbers of steps beside the loss, such as norms. It has to see the ends of steps, too."""
 
     def step_numbers(self, numbers: Mapping[str, float]) -> None:
         """Note numbers of the step by name, before its end is reported."""

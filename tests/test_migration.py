@@ -17,11 +17,12 @@ FOLDER = "migrate"
 LIBRARIES = {  # of the program before, on each page
     "accelerate.md": "accelerate",
     "ddp.md": "torch",
+    "from_estimators.md": "tensorflow.python.ipu",
     "from_horovod.md": "horovod",
     "from_keras.md": "keras",
     "from_poptorch.md": "poptorch",
     "fsdp.md": "torch",
-    "lightning.md": "lightning",
+    "lightning.md": "pytorch_lightning",
     "popdist_original.md": "tensorflow.python.ipu",
     "tf_distribute.md": "tensorflow",
 }
@@ -156,6 +157,23 @@ def test_programs_before_and_after_have_the_same_loss_for_one_replica(page, tmp_
     then = line_on(1, 1, words) if is_launched else line_alone(words, torchrun_of_one())
     for program in after:
         assert loss_of(line_alone(written(tmp_path, program, in_order=True))) == pytest.approx(loss_of(then), abs=2e-5)
+
+
+@pytest.mark.complete
+@pytest.mark.job
+@pytest.mark.cores(2)
+def test_a_program_that_keeps_lightnings_trainer_has_the_same_bits_on_one_instance_and_on_two(tmp_path):
+    """In order and with one replica, its loss is that of the program before."""
+    needs("pytorch_lightning")
+    [program] = [text for text in page_programs("lightning.md") if '"popdist"' in text]
+    kept = written(tmp_path, program)
+    one = line_on(1, 2, kept)
+    assert LINE.fullmatch(one)
+    assert line_on(2, 2, kept) == one
+    [before], _ = programs_of("lightning.md")
+    then = loss_of(line_alone(written(tmp_path, before, in_order=True)))
+    now = loss_of(line_alone(written(tmp_path, program, in_order=True)))
+    assert now == pytest.approx(then, abs=2e-5)
 
 
 @pytest.mark.complete

@@ -1,4 +1,4 @@
-"""How often norms and histograms of weights and gradients are taken, and their names; loads no library."""
+"""The steps in which norms and histograms of weights and gradients are taken, and their names; loads no library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOSS, GRADIENT_NORM, WEIGHT_NORM, LEARNING_RATE = "loss", "gradient_norm", "weig
 
 @dataclass(frozen=True)
 class DistributionSettings:
-    """How often a training looks at its weights and gradients. The first step is always among the steps.
+    """The steps in which a training looks at its weights and gradients. The first step is always among them.
 
     Attributes:
         norms_every: Number of steps from one look at the norms to the next; 0 for none.

@@ -61,7 +61,7 @@ class Layers:
 
 
 @dataclass(frozen=True)
-class Seen:
+class LayerLook:
     """The results of a look at a step.
 
     Attributes:
@@ -88,13 +88,13 @@ def layer_names(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def look(settings: DistributionSettings, step: int, layers: Callable[[], Layers], members: Members) -> Seen | None:
+def look(settings: DistributionSettings, step: int, layers: Callable[[], Layers], members: Members) -> LayerLook | None:
     """Return the norms and distributions of a step if they are due. Collective if gradients are in parts.
 
     The values have the same bits however the replicas are spread over instances.
 
     Args:
-        settings: How often norms and histograms are taken.
+        settings: Steps in which norms and histograms are taken.
         step: Number of steps before this one.
         layers: Returns the layers of the step.
         members: The instances.
@@ -104,7 +104,7 @@ def look(settings: DistributionSettings, step: int, layers: Callable[[], Layers]
         return None
     known = layers()
     with np.errstate(all="ignore"):  # of layers whose training has failed
-        return Seen(
+        return LayerLook(
             step + 1,
             _norms(known, members) if norms else _no_norms,
             _distributions(known) if histograms else {},

@@ -70,7 +70,7 @@ class Members(Protocol):
 
     @property
     def distributions(self) -> DistributionSettings | None:
-        """How often norms and histograms are taken; None if never."""
+        """The steps in which norms and histograms are taken; None if never."""
 
     @property
     def progress(self) -> Progress:

@@ -16,7 +16,7 @@ from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE, Instrume
 from strategies.core.agreement import broadcast_text
 from strategies.core.carrier import Carrier
 from strategies.core.digest import majority_of
-from strategies.core.distributions import Seen, look
+from strategies.core.distributions import LayerLook, look
 from strategies.core.engine import Engine, Pending, State
 from strategies.core.journal import JoinsNowError, Recorded
 from strategies.core.members import Members
@@ -168,7 +168,7 @@ class StepLoop(Generic[State, Pending]):
         self._rehearsal: State | None = None  # a spare's first state with values, for its rehearsal
         self._recorded = Recorded("step", self._packed, self._replayed) if members.journal.is_kept else None
         self._before: State | None = None  # the state with which the last step has begun
-        self._seen: Seen | None = None  # the last look at weights and gradients
+        self._seen: LayerLook | None = None  # the last look at weights and gradients
 
     # ---- one step
 

@@ -73,7 +73,7 @@ class TensorBoard(Sink):
             writer.close()
 
 
-def _histogram(distribution: Distribution) -> Any:
+def _histogram(distribution: Distribution) -> object:
     from tensorboard.compat.proto.summary_pb2 import HistogramProto
 
     return HistogramProto(

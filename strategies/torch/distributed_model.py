@@ -13,7 +13,7 @@ import torch
 from torch.jit import optimized_execution
 
 from popdist.switches import require_switches
-from strategies.argument_checks import positive
+from strategies.argument_checks import at_least, positive
 from strategies.errors import StrategyError
 from strategies.strategy import Strategy
 from strategies.torch.gradient_averaging import GradientAveraging
@@ -116,6 +116,20 @@ class DistributedModel(torch.nn.Module):
         self._averaging = GradientAveraging(module, strategy.replicas, options, loop)
         self._averaging.start()
         self._turns = ReplicaTurns(module, strategy.replicas, self._averaging)
+
+    @property
+    def replica(self) -> int:
+        """The replica for which the module computes: in the `loss_fn` of `backward`, that of the rows."""
+        return self._averaging.loop.replica
+
+    @property
+    def steps_made(self) -> int:
+        """The number of averaged backward passes so far. Set it to go on with the random numbers of a later step."""
+        return self._averaging.loop.step
+
+    @steps_made.setter
+    def steps_made(self, number: int) -> None:
+        self._averaging.loop.step = at_least(0, "steps_made", number)
 
     def backward(self, loss_fn: LossOfBatch, batch: Batch, micro_batches: int = 1) -> torch.Tensor:
         """Compute the gradients of every local replica, and average them over all replicas. Collective.

@@ -33,6 +33,7 @@ class LoopState:
     passes in a loss function of `Trainer` do.
 
     Attributes:
+        replica: The replica that makes its passes.
         step: The number of synchronised backward passes so far.
         syncs: Whether backward passes are synchronised.
         carried: The ids of parameters with gradients of backward passes that were not synchronised.
@@ -44,7 +45,8 @@ class LoopState:
         self.syncs = True
         self.carried: set[int] = set()
         self.weights = PassWeights()
-        self._seed, self._replica, self._begins = seed, replica, begins
+        self.replica = replica
+        self._seed, self._begins = seed, begins
         self._micro_batch = 0
         self._forward_passes = 0  # the number of them in this micro-batch
         self._has_ended = False
@@ -53,19 +55,19 @@ class LoopState:
 
     def copied(self) -> LoopState:
         """Return a new state with the same number of steps."""
-        found = LoopState(self._seed, self._replica, self._begins)
+        found = LoopState(self._seed, self.replica, self._begins)
         found.step = self.step
         return found
 
     @contextmanager
     def turn(self, replica: int) -> Iterator[None]:
         """Let a local replica make its passes, which draw its random numbers and exchange nothing."""
-        own, self._replica, self.syncs = self._replica, replica, False
+        own, self.replica, self.syncs = self.replica, replica, False
         self._begin_passes()
         try:
             yield
         finally:
-            self._replica, self.syncs = own, True
+            self.replica, self.syncs = own, True
             self._begin_passes()
 
     def _begin_passes(self) -> None:
@@ -123,7 +125,7 @@ class LoopState:
             yield
 
     def _seeded(self, device: torch.device) -> MicroBatchRandomness:
-        return MicroBatchRandomness(seed_of(self._seed, self._replica, self.step, self._micro_batch), device)
+        return MicroBatchRandomness(seed_of(self._seed, self.replica, self.step, self._micro_batch), device)
 
     @contextmanager
     def _again(self, is_training: bool, device: torch.device) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""How often norms and histograms are taken."""
+"""The steps in which norms and histograms are taken."""
 
 import pytest
 

@@ -13,8 +13,13 @@ from poprun.agent.guard import NOTICING
 
 TWO = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 MET = {"RANK": "0", "WORLD_SIZE": "2"}
-LIBRARIES = ["accelerate", "deepspeed", "lightning", "lightning_fabric", "pytorch_lightning", "transformers.trainer"]
-TRAINER = "class Trainer:\n    def __init__(self, world_size=1): self.world_size = world_size\n"
+LIBRARIES = ["accelerate", "deepspeed", "transformers.trainer"]
+TRAINERS = ["lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer"]
+TRAINER = """
+class Trainer:
+    def __init__(self, world_size, strategy=None):
+        self.world_size, self.strategy = world_size, strategy
+"""
 GROUPS = "def init_process_group(backend=None, init_method=None, rank=-1): pass\n"
 
 
@@ -50,7 +55,6 @@ def test_a_library_that_ignores_the_other_instances_is_named_once(tmp_path: Path
     assert said.startswith(f"poprun: {name} was imported in instance 0 of 2, and it does not know the other instances")
     assert said.count("\n") == 1
     assert "give `poprun --torch-distributed-env yes`" in said
-    assert ("(devices=2, num_nodes=1)" in said) == ("lightning" in name)
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
@@ -59,14 +63,28 @@ def test_a_library_that_was_told_of_the_others_is_not_named(tmp_path: Path, libr
     assert run(tmp_path, f"import {name}", **MET).stderr == ""
 
 
-@pytest.mark.parametrize(("world_size", "lines"), [(1, 1), (2, 0)])
-def test_a_lightning_trainer_of_world_size_1_is_named_anyway(
-    tmp_path: Path, library, world_size: int, lines: int
+@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize(
+    ("world_size", "variables", "fact"),
+    [(1, MET, "has world size 1"), (1, {}, "has world size 1"), (2, {}, "was made"), (2, MET, None)],
+)
+def test_a_lightning_trainer_that_ignores_the_other_instances_is_named_once(
+    tmp_path: Path, library, name: str, world_size: int, variables: dict[str, str], fact: str | None
 ) -> None:
-    library("lightning.pytorch.trainer.trainer", TRAINER)
-    program = f"from lightning.pytorch.trainer.trainer import Trainer\nTrainer(world_size={world_size})"
-    said = run(tmp_path, program, **MET).stderr
-    assert said.count("a Trainer of Lightning has world size 1 in instance 0 of 2") == said.count("\n") == lines
+    library(name, TRAINER)
+    said = run(tmp_path, f"from {name} import Trainer\n" + f"Trainer({world_size})\n" * 2, **variables).stderr
+    assert said.count("\n") == (fact is not None)
+    if fact is not None:
+        assert said.startswith(f"poprun: a Trainer of Lightning {fact} in instance 0 of 2, and it does not know")
+        assert "write Trainer(devices=2, num_nodes=1)" in said
+        assert ("--torch-distributed-env" in said) == (not variables)
+
+
+def test_a_lightning_trainer_with_a_strategy_of_this_project_is_not_named(tmp_path: Path, library) -> None:
+    library(TRAINERS[1], TRAINER)
+    made = "type('Strategy', (), {'__module__': 'strategies.mine'})()"
+    program = f"from {TRAINERS[1]} import Trainer\nTrainer(2, {made})"
+    assert run(tmp_path, program).stderr == ""
 
 
 @pytest.mark.parametrize(("call", "lines"), [("'gloo'", 1), ("'gloo', 'file:///x', rank=0", 0), ("rank=1", 0)])

@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("collectives", "popdist", "strategies", "poprun")
 COMMANDS = {"poprun.__main__", "strategies.dataset_benchmark"}
 """Modules that start a command when they are imported."""
-NEEDS = {"horovod", "torch"}
-"""Libraries of one transport, which are not installed everywhere."""
+NEEDS = {"horovod", "pytorch_lightning", "torch"}
+"""Libraries of one transport or room, which are not installed everywhere."""
 
 
 def classes_of(package: str) -> Iterator[type]:

@@ -24,7 +24,7 @@ RANDOM = np.random.default_rng(5).standard_normal(1000).astype(np.float32)
 
 
 class TestOneArray:
-    def test_it_has_the_numbers_of_numpy(self):
+    def test_numbers_are_those_of_numpy(self):
         found = Distribution.of(RANDOM.reshape(10, 100))
         counts, edges = np.histogram(RANDOM.astype(np.float64), BINS)
         assert np.array_equal(found.counts, counts)
@@ -102,7 +102,7 @@ class TestSquares:
         assert squares_of_shards(np.zeros(0, np.float32), 3).tolist() == [0, 0, 0]
 
     def test_a_device_finds_the_norms_of_the_host(self):
-        """It computes in float32, and scales arrays whose squares are beyond its range."""
+        """Norms there are float32, also of arrays whose squares are beyond its range."""
         arrays = [RANDOM, RANDOM * 1e25, RANDOM * 1e-30, np.zeros(3, np.float32), RANDOM.astype(jnp.bfloat16)]
         found = JaxLayers.device_norms(JaxLayers(None, None, None), [*map(jnp.asarray, arrays)])
         wanted = [float(np.sqrt(squares_of_shards(array, 1).sum())) for array in arrays]

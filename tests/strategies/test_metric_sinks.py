@@ -190,6 +190,38 @@ def test_the_next_instance_continues_the_file_when_the_first_is_lost(
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
+SHARDED = {"replicated_optimizer_state_sharding": True, "min_elements_for_sharding": 1}
+
+
+@pytest.mark.parametrize("options", first_of([SHARDED, {}]))
+@pytest.mark.parametrize("phase", first_of(["update", "all_reduce"]))
+def test_norms_and_histograms_go_on_with_the_same_bits_when_the_first_instance_is_lost(
+    options, phase, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(delivery_module, "EVERY_S", 600.0)  # the lost instance has written nothing
+
+    def train(strategy, path):
+        dataset = strategy.distribute_dataset(ROWS_OF_MANY, batch_size=2, seed=1)
+        trainer = Trainer(strategy, loss_fn, optax.adam(optax.linear_schedule(0.1, 0.0, 9)), **options)
+        state = trainer.init(np.ones(3, np.float32))
+        sinks = strategies.metrics.open(f"csv:{path}", strategy=strategy, norms_every=1, histograms_every=2)
+        try:
+            trainer.run(state, dataset)
+        except Lost:
+            sinks._deliveries[0]._rows.clear()
+            raise
+        finally:
+            sinks.close()
+
+    files = [tmp_path / "whole.csv", tmp_path / "lost.csv"]
+    train(IPUStrategy(6), files[0])
+    run_instances(3, 6, functools.partial(train, path=files[1]), [f"kill:instance=0,step=2,phase={phase}"])
+    whole, lost = map(read_file, files)
+    assert lost == whole
+    assert all("gradient_norm" in row and "learning_rate" in row for row in whole)
+    assert ["gradients/variables/p50" in row for row in whole] == [row["step"] % 2 == 1 for row in whole]
+
+
 ROWS_OF_MANY = {"x": np.arange(3 * 96, dtype=np.float32).reshape(96, 3) / 64}
 
 

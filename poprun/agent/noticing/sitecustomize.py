@@ -19,15 +19,8 @@ if TYPE_CHECKING:
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _WAY_OUT = "give `poprun --torch-distributed-env yes`"
 _DEVICES = "Trainer(devices={local}, num_nodes={nodes})"
-_IMPORTED = {
-    "accelerate": "",
-    "deepspeed": "",
-    "lightning": _DEVICES,
-    "lightning_fabric": _DEVICES.replace("Trainer", "Fabric"),
-    "pytorch_lightning": _DEVICES,
-    "transformers.trainer": "",
-}
-"""Libraries that train, each with the code that its users have to write in addition."""
+_IMPORTED = ("accelerate", "deepspeed", "transformers.trainer")
+"""Libraries that train, and are named when they are imported."""
 
 _TRAINERS = {
     "lightning.fabric.fabric": "Fabric",
@@ -35,6 +28,8 @@ _TRAINERS = {
     "lightning_fabric.fabric": "Fabric",
     "pytorch_lightning.trainer.trainer": "Trainer",
 }
+"""The modules of Lightning whose trainers are named when they are made, unless their strategy is one of ours."""
+_OURS = "strategies."
 _GROUPS = "torch.distributed.distributed_c10d"
 _HOROVOD = "horovod.torch"
 
@@ -52,7 +47,7 @@ class ImportWatch:
             The spec by which Python loads the module. None: Python loads it as usual.
         """
         if name in _IMPORTED and not _knows_others():
-            self._warn(f"{name} was imported", _ways_out(_IMPORTED[name]))
+            self._warn(f"{name} was imported", _ways_out(""))
         return self._looked_into(name, path) if name in _TRAINERS or name in (_GROUPS, _HOROVOD) else None
 
     def _looked_into(self, name: str, path: Sequence[str] | None) -> ModuleSpec | None:
@@ -100,8 +95,14 @@ class ImportWatch:
         @wraps(init)
         def init_and_look(made: object, *words: object, **options: object) -> None:
             init(made, *words, **options)
+            strategy = getattr(made, "strategy", None)
+            if type(strategy).__module__.startswith(_OURS):
+                return
+            code = _DEVICES.replace("Trainer", trainer.__name__)
             if getattr(made, "world_size", 0) == 1:
-                self._warn(f"a {trainer.__name__} of Lightning has world size 1", _ways_out(_DEVICES))
+                self._warn(f"a {trainer.__name__} of Lightning has world size 1", _ways_out(code))
+            elif not _knows_others():
+                self._warn(f"a {trainer.__name__} of Lightning was made", _ways_out(code))
 
         trainer.__init__ = init_and_look  # type: ignore[misc]
 

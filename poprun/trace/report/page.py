@@ -115,7 +115,7 @@ def _draw_training(verdict: TimelineReport) -> str:
     lasted_ms = table.lasted_ns.max(axis=0) / 1e6
     begin_s = float(end_s[first] - lasted_ms[first] / 1e3)
     numbers = {title_of(name): _finite(curve, begin_s) for name, curve in curves.items()}
-    across = Across("s", begin_s, max(float(x.max(initial=end_s[-1])) for x, _ in numbers.values()))
+    across = CurveAxis("s", begin_s, max(float(x.max(initial=end_s[-1])) for x, _ in numbers.values()))
     of_steps = {"duration of a step": (end_s[first:], lasted_ms[first:])}
     pictures = [draw_curves(of_steps, "ms", across, float(lasted_ms[table.is_settled].max()))]
     rates = {title: curve for title, curve in numbers.items() if title.startswith(title_of(LEARNING_RATE))}
@@ -222,7 +222,7 @@ def draw_path(path: Sequence[tuple[str, str, float]]) -> str:
 
 
 @dataclass(frozen=True)
-class Across:
+class CurveAxis:
     """The horizontal axis of a picture.
 
     Attributes:
@@ -237,7 +237,10 @@ class Across:
 
 
 def draw_curves(
-    curves: Mapping[str, tuple[np.ndarray, np.ndarray]], unit: str, across: str | Across, most: float | None = None
+    curves: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    unit: str,
+    across: str | CurveAxis,
+    most: float | None = None,
 ) -> str:
     """Draw curves over a common axis. If points are too close to be told apart, only the highest of them is drawn.
 
@@ -253,7 +256,7 @@ def draw_curves(
     if not known:
         return ""
     if isinstance(across, str):
-        across = Across(across, *(float(f([f(x) for x, _ in known.values()])) for f in (min, max)))
+        across = CurveAxis(across, *(float(f([f(x) for x, _ in known.values()])) for f in (min, max)))
     left, right = across.least, across.most
     low = min(0.0, *(float(y.min()) for _, y in known.values()))
     top = max(0.0, *(float(y.max()) for _, y in known.values())) if most is None else most

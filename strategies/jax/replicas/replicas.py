@@ -117,7 +117,7 @@ class Replicas:
             functions that say whether a constant of it is unchanged.
         exchange: Way in which gradients on a device become means; chosen anew when an instance is lost.
         sinks: Sinks of the metrics of every step: those that the environment names, and others added later.
-        distributions: How often norms and histograms are taken; None if never.
+        distributions: Steps in which norms and histograms are taken; None if never.
     """
 
     def __init__(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import FunctionType, MethodType
-from typing import Any, TypeAlias, final
+from types import CellType, FunctionType, MethodType
+from typing import TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from strategies.jax.programs.program import jit
 from strategies.jax.updates.optimizers import AnyOptimizer, MapGradientOptimizer, Rate, StepOptimizer
 from strategies.typing import Leaf, OptimizerState
 
-Path: TypeAlias = tuple[Any, ...]
+Path: TypeAlias = tuple[object, ...]
 Schedule: TypeAlias = Callable[[Leaf], Leaf]
 _MOST_OBJECTS = 10_000
 """The most objects in which schedules are looked for."""
@@ -114,11 +114,11 @@ def _schedules_in(update: object) -> Iterator[Schedule | None]:
         waiting.extend(reversed(list(_parts_of(found))))
 
 
-def _rate_in(schedule: Any) -> Schedule | None:
+def _rate_in(schedule: object) -> Schedule | None:
     """Return the learning rate's schedule in a schedule of `optax.scale_by_learning_rate`; None in any other one."""
     if not isinstance(schedule, FunctionType) or schedule.__qualname__ != _OF_RATE:
         return None
-    found: Any = _held_by(schedule).get(LEARNING_RATE)
+    found = _held_by(schedule).get(LEARNING_RATE)
     return found if callable(found) else None
 
 
@@ -143,7 +143,7 @@ def _held_by(function: FunctionType) -> dict[str, object]:
     return {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
 
 
-def _is_filled(cell: Any) -> bool:
+def _is_filled(cell: CellType) -> bool:
     try:
         _ = cell.cell_contents
     except ValueError:

@@ -1,0 +1,368 @@
+"""Loaders that deal the rows of a DataLoader to replicas: each replica's batches are those of a process of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler as TorchSampler
+from typing_extensions import override
+
+from strategies.data.datasets import DistributedDataset
+from strategies.data.layout import Position
+from strategies.errors import DisagreementError, StrategyError
+from strategies.strategy import Strategy
+from strategies.torch.distributed_data import DistributedSampler
+from strategies.torch.lightning.randomness import drawing_all_from
+from strategies.torch.lightning.replica_batches import ReplicaBatches
+from strategies.torch.randomness import seed_of
+from strategies.torch.tensors import parts_of
+
+_HOST = torch.device("cpu")
+_NOBODY = -1  # the replica in the seeds of numbers that all replicas share
+_OF_ORDER, _OF_WORKERS = 2**40, 2**41  # the steps in the seeds of an epoch's order and of its workers
+
+
+@dataclass(frozen=True)
+class Deal:
+    """The rule that deals an epoch's units to replicas. A unit is a row, or a batch of the program's batch sampler.
+
+    Step s takes units `[s * B * R, (s + 1) * B * R)` of the epoch's order, for batch size B and R replicas. Replica r
+    takes the r-th part of them. In training, the parts of the last step are equal, too: if units are missing, those at
+    the beginning of the order are repeated. In an evaluation every unit counts once, so the last parts may be smaller,
+    or empty.
+
+    Attributes:
+        length: The number of units.
+        batch_size: Units of a replica in a step.
+        replicas: The number of replicas of all instances.
+        is_training: Whether all replicas get equally many units.
+        drops: Whether units that fill no batch are left out.
+    """
+
+    length: int
+    batch_size: int
+    replicas: int
+    is_training: bool
+    drops: bool
+
+    @property
+    def global_batch_size(self) -> int:
+        """The number of units that all replicas take in one step."""
+        return self.batch_size * self.replicas
+
+    @property
+    def used(self) -> int:
+        """The number of units that are not left out."""
+        whole = self.global_batch_size if self.is_training else self.batch_size
+        return self.length - self.length % whole if self.drops else self.length
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of an epoch."""
+        return math.ceil(self.used / self.global_batch_size)
+
+    def is_whole(self, step: int) -> bool:
+        """Return whether all replicas have units in a step."""
+        return self.is_training or self.used - step * self.global_batch_size > self.batch_size * (self.replicas - 1)
+
+    def positions(self, step: int, replica: int) -> Sequence[int]:
+        """Return the places in the order of the units that a replica takes in a step."""
+        first = step * self.global_batch_size
+        there = min(self.global_batch_size, self.used - first)
+        if self.is_training:
+            each = math.ceil(there / self.replicas)
+            return [place % self.used for place in range(first + replica * each, first + (replica + 1) * each)]
+        start = first + replica * self.batch_size
+        return range(start, min(start + self.batch_size, self.used))
+
+
+class ReplicaLoader(ABC):
+    """A loader that gives `ReplicaBatches`, and whose place in an epoch Lightning saves in its checkpoints."""
+
+    def __init__(self) -> None:
+        self._epoch = 0
+        self._given = 0  # the number of batches of this epoch that were given
+        self._resumed = (0, 0)  # an epoch, and the number of its batches that were given before
+
+    @property
+    def sampler(self) -> ReplicaLoader:
+        """The object on which Lightning calls `set_epoch`."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Select the order that the next iteration reads."""
+        self._epoch = epoch
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of steps of an epoch."""
+
+    @abstractmethod
+    def read(self, epoch: int, start: int) -> Iterator[ReplicaBatches]:
+        """Yield the batches of an epoch from a step on."""
+
+    def __iter__(self) -> Iterator[ReplicaBatches]:
+        """Yield the batches of the epoch that `set_epoch` selects before the first batch is taken."""
+        (epoch, given), self._resumed = self._resumed, (0, 0)
+        self._given = start = given if epoch == self._epoch else 0
+        for batches in self.read(self._epoch, start):
+            self._given += 1
+            yield batches
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the epoch, and the number of its batches that were given."""
+        return {"epoch": self._epoch, "given": self._given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Begin the next iteration after the batches that were given, if it reads the same epoch."""
+        self._resumed = state["epoch"], state["given"]
+
+
+class _Planned(BatchSampler):
+    """A batch sampler of batches that are set before each iteration."""
+
+    def __init__(self) -> None:
+        self.now: list[list[Any]] = []
+
+    @override
+    def __iter__(self) -> Iterator[list[Any]]:
+        return iter(self.now)
+
+    @override
+    def __len__(self) -> int:
+        return len(self.now)
+
+
+@final
+class DealtLoader(ReplicaLoader):
+    """The rows of a DataLoader, dealt to replicas; each local replica reads its rows with a loader of its own.
+
+    The order of an epoch is that of the loader's sampler. It must be the same on all instances, and instances compare
+    it. Random numbers that data sets draw depend on the seed, the epoch, the replica and the step.
+
+    Args:
+        loader: The program's loader.
+        strategy: The strategy whose replicas read.
+        seed: The seed of shuffling and of data sets that draw random numbers.
+        is_training: See `Deal`.
+
+    Raises:
+        StrategyError: If the rows cannot be dealt.
+    """
+
+    def __init__(self, loader: DataLoader[Any], strategy: Strategy, seed: int, is_training: bool) -> None:
+        super().__init__()
+        self._units, rows = _units_of(loader)
+        self._has_rows = rows > 0
+        drops = loader.drop_last if self._has_rows else is_training
+        replicas = strategy.num_replicas_in_sync
+        try:
+            length = len(self._units)
+        except TypeError as error:
+            raise StrategyError(
+                f"{type(self._units).__name__} has no length, so its rows cannot be dealt to replicas; give it __len__"
+            ) from error
+        self._deal = Deal(length, max(1, rows), replicas, is_training, drops)
+        if is_training and not self._deal.steps:
+            raise StrategyError(
+                f"one step of {replicas} replicas takes {self._deal.global_batch_size} "
+                f"{'rows' if self._has_rows else 'batches'}, but the loader has {length}, and incomplete steps are "
+                "dropped; use a smaller batch_size or fewer replicas"
+                + (", or drop_last=False" if self._has_rows else "")
+            )
+        self._strategy, self._seed = strategy, seed
+        self._loaders = {replica: _copied(loader) for replica in strategy.local_replicas}
+        self._passes: dict[int, int] = {}  # how often each epoch was begun
+
+    @override
+    def __len__(self) -> int:
+        return self._deal.steps
+
+    @override
+    def read(self, epoch: int, start: int) -> Iterator[ReplicaBatches]:
+        again = self._passes.get(epoch, 0)
+        self._passes = {epoch: again + 1}
+        order = self._order(epoch, again)
+        iterators = {one: self._begin(one, epoch, again, order, start) for one in self._loaders}
+        for step in range(start, self._deal.steps):
+            local = [one for one in self._loaders if self._deal.positions(step, one)]
+            yield ReplicaBatches(
+                {one: self._next(iterators[one], one, epoch, again, step) for one in local}, self._deal.is_whole(step)
+            )
+
+    def _order(self, epoch: int, again: int) -> list[Any]:
+        """Return the units of an epoch in order. Collective."""
+        set_epoch = getattr(self._units, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        with drawing_all_from(seed_of(self._seed, _NOBODY, epoch, _OF_ORDER + again), _HOST):
+            order = list(self._units)
+        if len(order) < self._deal.length:
+            raise StrategyError(
+                f"{type(self._units).__name__} gave {len(order)} of {self._deal.length} {self._name}; its length must "
+                "be the number that an iteration gives"
+            )
+        digest = np.frombuffer(hashlib.blake2b(repr(order).encode(), digest_size=16).digest(), np.int64).copy()
+        found = self._strategy.communicator.all_gather(digest, name="order of an epoch's rows")
+        if (found != found[0]).any():
+            others = np.flatnonzero((found != found[0]).any(axis=1)).tolist()
+            raise DisagreementError(
+                f"instances {', '.join(map(str, others))} draw another order of {self._name} than instance 0; use the "
+                "same data set and seeds everywhere, as seed_everything gives them, and samplers without a generator "
+                "of their own"
+            )
+        return order
+
+    @property
+    def _name(self) -> str:
+        return "rows" if self._has_rows else "batches"
+
+    def _begin(self, replica: int, epoch: int, again: int, order: list[Any], start: int) -> Iterator[Any]:
+        loader, deal = self._loaders[replica], self._deal
+        taken = (deal.positions(step, replica) for step in range(start, deal.steps))
+        chosen = [[order[place] for place in places] for places in taken if places]
+        loader.batch_sampler.now = chosen if self._has_rows else [batch for [batch] in chosen]  # type: ignore[union-attr]
+        loader.generator.manual_seed(seed_of(self._seed, replica, epoch, _OF_WORKERS + again))
+        return iter(loader)
+
+    def _next(self, iterator: Iterator[Any], replica: int, epoch: int, again: int, step: int) -> Any:
+        with drawing_all_from(seed_of(self._seed, replica, epoch, (again << 32) + step), _HOST, replica):
+            return next(iterator)
+
+
+def _units_of(loader: DataLoader[Any]) -> tuple[Any, int]:
+    """Return the sampler whose order is dealt, and the rows per batch; 0 if it is a sampler of batches."""
+    if isinstance(loader.dataset, IterableDataset):
+        raise StrategyError(
+            "an IterableDataset gives its rows in order, so they cannot be dealt to replicas; use a data set with "
+            "__getitem__ and __len__, or give Lightning strategies.torch.distribute_dataset(...) for training"
+        )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise StrategyError(
+            f"{type(loader).__name__} has an __iter__ of its own, which would not see how rows are dealt to replicas; "
+            "use a torch.utils.data.DataLoader with a sampler or collate_fn"
+        )
+    if isinstance(loader.sampler, TorchSampler):
+        raise StrategyError(
+            "the DataLoader has torch's DistributedSampler, but the strategy 'popdist' deals the rows to replicas by "
+            "itself; leave out the sampler, and write shuffle=True"
+        )
+    if loader.batch_sampler is None:
+        raise StrategyError("a DataLoader with batch_size=None cannot be dealt to replicas; give it a batch_size")
+    if type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None:
+        return loader.sampler, loader.batch_size
+    return loader.batch_sampler, 0
+
+
+def _copied(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return a loader of the same data set with batches that are set later."""
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=_Planned(),
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=torch.Generator(),
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
+
+
+@final
+class CutLoader(ReplicaLoader):
+    """The batches of an instance, cut into those of its replicas.
+
+    Args:
+        source: A data set of `distribute_dataset`, or a DataLoader with a `strategies.torch.DistributedSampler`.
+        strategy: The strategy whose replicas read.
+    """
+
+    def __init__(self, source: DistributedDataset | DataLoader[Any], strategy: Strategy) -> None:
+        super().__init__()
+        self._source, self._strategy = source, strategy
+
+    @override
+    def __len__(self) -> int:
+        return len(self._source)
+
+    @override
+    def read(self, epoch: int, start: int) -> Iterator[ReplicaBatches]:
+        local = self._strategy.local_replicas
+        for batch in self._batches(epoch, start):
+            yield ReplicaBatches(dict(zip(local, parts_of(batch, len(local)), strict=True)))
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Any]:
+        if isinstance(self._source, DistributedDataset):
+            position = self._source.position().to_dict()
+            self._source.restore(Position.from_dict({**position, "epoch": epoch, "step": start}))
+            yield from self._source.epoch(epoch)
+            return
+        self._source.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        for number, batch in enumerate(self._source):
+            if number >= start:
+                yield batch
+
+
+def dealt(loader: object, strategy: Strategy, seed: int, *, is_training: bool, injects: bool) -> ReplicaLoader:
+    """Return a loader of `ReplicaBatches` for a loader of the program.
+
+    Args:
+        loader: The program's loader.
+        strategy: The strategy whose replicas read.
+        seed: See `DealtLoader`.
+        is_training: See `Deal`.
+        injects: The `use_distributed_sampler` of Lightning's Trainer.
+
+    Raises:
+        StrategyError: If the rows cannot be dealt to replicas.
+    """
+    is_ours = isinstance(loader, DistributedDataset)
+    has_ours = isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler)
+    if is_ours or has_ours:
+        _refuse_cut(loader, is_training)
+        return CutLoader(loader, strategy)  # type: ignore[arg-type]
+    if not isinstance(loader, DataLoader):
+        raise StrategyError(
+            f"a {type(loader).__name__} cannot be dealt to replicas; give Lightning a torch.utils.data.DataLoader of a "
+            "data set with __getitem__ and __len__, or strategies.torch.distribute_dataset(...) for training"
+        )
+    if not injects and strategy.num_replicas_in_sync > 1:
+        raise StrategyError(
+            "use_distributed_sampler=False lets every process read what it likes, but the strategy 'popdist' deals "
+            "rows to replicas, which are no processes; leave it out, or give the DataLoader a "
+            "strategies.torch.DistributedSampler"
+        )
+    return DealtLoader(loader, strategy, seed, is_training)
+
+
+def _refuse_cut(loader: object, is_training: bool) -> None:
+    """Raise if the batches of an instance are not one micro-batch of each replica in training."""
+    if not is_training:
+        raise StrategyError(
+            "an evaluation counts every row once, but a data set of distribute_dataset and a DistributedSampler drop "
+            "or repeat rows; give validate, test and predict a plain torch.utils.data.DataLoader"
+        )
+    if isinstance(loader, DistributedDataset):
+        if loader.gradient_accumulation_count > 1 or loader.pads:
+            raise StrategyError(
+                "Lightning takes one micro-batch of each replica at once; write Trainer(accumulate_grad_batches=...) "
+                "in place of gradient_accumulation_count, and remainder='drop'"
+            )
+    elif isinstance(loader, DataLoader):
+        expected = loader.sampler.instance_batch_size  # type: ignore[attr-defined]
+        if loader.batch_size != expected:
+            raise StrategyError(
+                f"the DataLoader has batch_size={loader.batch_size}, but its DistributedSampler gives this instance "
+                f"{expected} rows in a step; write DataLoader(dataset, sampler.instance_batch_size, sampler=sampler)"
+            )

@@ -1,0 +1,149 @@
+"""The values that replicas log in one step: their means over all replicas go to Lightning."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.data import extract_batch_size
+
+from strategies.errors import StrategyError
+from strategies.strategy import Strategy
+from strategies.torch.lightning.objects import broadcast_object
+
+_LOG = inspect.signature(pl.LightningModule.log)
+_OWN = ("name", "value", "batch_size", "sync_dist", "sync_dist_group", "rank_zero_only", "enable_graph")
+"""The arguments of `log` that the mean over replicas replaces."""
+
+
+@dataclass(frozen=True)
+class _Logged:
+    """A call of `log`.
+
+    Attributes:
+        name: The name of the value.
+        value: The value.
+        rows: The number of rows behind the value.
+        options: The other arguments.
+    """
+
+    name: str
+    value: float
+    rows: int
+    options: Mapping[str, Any]
+
+
+class StepLogs:
+    """The calls of `self.log` in one step of all replicas.
+
+    In a step of Lightning's loop, replicas call `log` one after another. `share` then calls it once for each name, with
+    the result over all replicas of all instances. In training each replica counts the same; in an evaluation, a value
+    counts by its rows.
+
+    Args:
+        module: The module whose replicas log.
+        strategy: The strategy of the replicas.
+        is_training: Whether this is a training step.
+    """
+
+    def __init__(self, module: pl.LightningModule, strategy: Strategy, is_training: bool) -> None:
+        self._module, self._strategy, self._is_training = module, strategy, is_training
+        self._of: dict[int, list[_Logged]] = {}
+
+    @contextmanager
+    def of(self, replica: int, batch: object) -> Iterator[None]:
+        """Collect the calls of a replica with a batch, in place of those that it has made before."""
+        calls = self._of[replica] = []
+
+        def log(*arguments: Any, **named: Any) -> None:
+            calls.append(self._logged(batch, arguments, named))
+
+        vars(self._module)["log"] = log
+        try:
+            yield
+        finally:
+            del vars(self._module)["log"]
+
+    def _logged(self, batch: object, arguments: Sequence[Any], named: Mapping[str, Any]) -> _Logged:
+        bound = _LOG.bind(self._module, *arguments, **named).arguments
+        name, value = bound["name"], bound["value"]
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.detach().item()
+        if isinstance(value, bool | np.generic):
+            value = float(value)
+        if not isinstance(value, int | float):
+            raise StrategyError(
+                f"log({name!r}) got {_described(value)}; in a step, log numbers and tensors of one element, which are "
+                "averaged over all replicas"
+            )
+        rows = bound.get("batch_size")
+        on_epoch = bound.get("on_epoch")
+        if rows is None:
+            needs_rows = (not self._is_training if on_epoch is None else on_epoch) or not self._is_training
+            rows = extract_batch_size(batch) if needs_rows else 1
+        return _Logged(name, float(value), rows, {key: one for key, one in bound.items() if key not in (*_OWN, "self")})
+
+    def share(self, is_whole: bool) -> None:
+        """Log the results over all replicas. Collective.
+
+        Args:
+            is_whole: Whether all replicas have made the step.
+
+        Raises:
+            StrategyError: If replicas have logged different names.
+        """
+        communicator, replicas = self._strategy.communicator, self._strategy.num_replicas_in_sync
+        calls = next(iter(self._of.values()), [])
+        if not is_whole:
+            calls = broadcast_object(communicator, calls, 0, "names that replicas have logged")
+        names = [one.name for one in calls]
+        for replica, own in self._of.items():
+            if [one.name for one in own] != names:
+                raise StrategyError(
+                    f"replica {replica} has logged {_listed([one.name for one in own])}, but another one "
+                    f"{_listed(names)}; log the same names, in the same order, in every replica"
+                )
+        if not names:
+            return
+        told = np.zeros((replicas, len(names), 3))
+        for replica, own in self._of.items():
+            told[replica] = [(one.value, one.rows, 1) for one in own]
+        communicator.all_reduce(told, name=f"logged: {', '.join(names)}")
+        for number, call in enumerate(calls):
+            values, rows, is_there = told[told[:, number, 2] > 0, number].T
+            weights = np.ones_like(rows) if self._is_training else rows
+            result = _reduced(call.options.get("reduce_fx", "mean"), values, weights)
+            log: Callable[..., None] = type(self._module).log
+            log(self._module, call.name, torch.tensor(result), batch_size=int(rows.sum()), **call.options)
+
+
+def _reduced(function: str | Callable[[torch.Tensor], torch.Tensor], values: np.ndarray, rows: np.ndarray) -> float:
+    """Return the result over the values of all replicas, rounded once. Its bits depend on the values alone."""
+    if callable(function):
+        return float(function(torch.tensor(values)))
+    kind = function.lower()
+    if kind in ("min", "max"):
+        return float(getattr(values, kind)())
+    if not np.isfinite(values).all():
+        return float((values * (rows > 0)).sum())
+    if kind in ("sum", "avg", "mean"):
+        weights = np.ones_like(rows) if kind == "sum" else rows
+        total = math.fsum(values * weights)
+        return total if kind == "sum" else total / math.fsum(weights)
+    raise StrategyError(f"reduce_fx={function!r} is unknown; use 'mean', 'sum', 'min', 'max' or a function")
+
+
+def _described(value: object) -> str:
+    shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+    return f"a {type(value).__name__}{shape}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "nothing"

@@ -1,0 +1,228 @@
+"""The steps of an instance's replicas with one LightningModule: training, and evaluations of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.plugins import MixedPrecision, Precision
+from pytorch_lightning.strategies.strategy import _ForwardRedirection
+
+from strategies.errors import StrategyError
+from strategies.strategy import Strategy
+from strategies.torch.distributed_model import DistributedModel
+from strategies.torch.lightning.randomness import drawing_alike, drawing_all_from
+from strategies.torch.lightning.replica_batches import ReplicaBatches
+from strategies.torch.lightning.step_logs import StepLogs
+from strategies.torch.randomness import seed_of
+
+_OUTSIDE = 2**40  # the first micro-batch in the seeds of random numbers that are drawn outside of training steps
+_TRANSFER, _STEP = 1, 2
+
+
+class ReplicaSteps:
+    """The steps of the local replicas, one replica after another.
+
+    Args:
+        strategy: The strategy of the replicas.
+        module: The module.
+        precision: Lightning's plugin for precision.
+        seed: The seed of the random numbers.
+        device: The device on which the replicas compute.
+        steps_made: The number of averaged backward passes before.
+
+    Attributes:
+        is_running: Whether a replica runs the module's code.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        module: pl.LightningModule,
+        precision: Precision,
+        seed: int,
+        device: torch.device,
+        steps_made: int,
+    ) -> None:
+        self._strategy, self._module, self._precision = strategy, module, precision
+        self._seed, self._device = seed, device
+        self._steps_made = steps_made
+        self._model: DistributedModel | None = None
+        self._redirected = _ForwardRedirection()
+        self._batches = 0  # the number of batches since a loop began
+        self._means: Sequence[torch.Tensor | None] = ()
+        self.is_running = False
+
+    @property
+    def steps_made(self) -> int:
+        """The number of averaged backward passes so far."""
+        return self._steps_made if self._model is None else self._model.steps_made
+
+    @steps_made.setter
+    def steps_made(self, number: int) -> None:
+        self._steps_made = number
+        if self._model is not None:
+            self._model.steps_made = number
+
+    def connect(self, **options: Any) -> None:
+        """Connect the module's gradients with those of the other instances. Collective.
+
+        Args:
+            options: The options of `DistributedModel`.
+        """
+        made = self.steps_made
+        self._model = DistributedModel(self._module, self._strategy, seed=self._seed, **options)
+        self._model.steps_made = made
+
+    def disconnect(self) -> None:
+        """Free the memory of a training."""
+        self._steps_made = self.steps_made
+        self._model, self._means = None, ()
+
+    # ---- random numbers
+
+    def begin_loop(self) -> None:
+        """Let the random numbers of the next loop depend on the number of its batches."""
+        self._batches = 0
+
+    def next_batch(self) -> None:
+        """Count a batch of all replicas."""
+        self._batches += 1
+
+    def _drawing(self, replica: int, purpose: int) -> AbstractContextManager[None]:
+        place = _OUTSIDE + (self._batches << 2) + purpose
+        return drawing_all_from(seed_of(self._seed, replica, self.steps_made, place), self._device, replica)
+
+    def mapped(self, function: Callable[[Any], Any], batch: ReplicaBatches) -> ReplicaBatches:
+        """Map the batch of each replica with a function that draws the replica's random numbers."""
+
+        def one(replica: int, rows: Any) -> Any:
+            with self._drawing(replica, _TRANSFER):
+                return function(rows)
+
+        return batch.map(one)
+
+    # ---- training
+
+    def train(self, batch: ReplicaBatches, others: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Compute the mean gradients of all replicas, and keep them for `give_means`. Collective.
+
+        Args:
+            batch: The batches.
+            others: The arguments of `training_step` after the batch.
+            named: Its arguments by name.
+
+        Returns:
+            The mean loss; in a dictionary with lists of the local replicas' values if `training_step` returns one.
+        """
+        model = self._model
+        if model is None:
+            raise StrategyError("training_step runs in Trainer.fit only")
+        share = self._module.trainer.accumulate_grad_batches
+        logs = StepLogs(self._module, self._strategy, is_training=True)
+        outputs: dict[int, Any] = {}
+
+        def loss_of(place: torch.Tensor) -> torch.Tensor:
+            replica = model.replica
+            rows, seed = batch[replica], seed_of(self._seed, replica, model.steps_made)
+            with logs.of(replica, rows), self._precision.train_step_context(), drawing_alike(seed):
+                output = self._redirected(model, self._module, "training_step", rows, *others, **named)
+            outputs[replica] = output
+            return self._scaled(_loss_of(output) / share)
+
+        mean = self._averaged(lambda: model.backward(loss_of, torch.arange(len(batch))))
+        logs.share(is_whole=True)
+        return _with_extras(mean.to(self._device) * share / self._scale, list(outputs.values()))
+
+    def _averaged(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the loss of a function whose gradients are kept. Lightning's loop clears older ones afterwards."""
+        parameters = list(self._module.parameters())
+        before = [one.grad for one in parameters]
+        for one in parameters:
+            one.grad = None
+        self.is_running = True
+        try:
+            loss = compute()
+            self._means = [one.grad for one in parameters]
+        finally:
+            self.is_running = False
+            for one, gradient in zip(parameters, before, strict=True):
+                one.grad = gradient
+        return loss
+
+    def give_means(self) -> None:
+        """Add the gradients of the last `train` to the parameters' gradients."""
+        with torch.no_grad():
+            for one, mean in zip(self._module.parameters(), self._means, strict=True):
+                if mean is not None:
+                    one.grad = mean if one.grad is None else one.grad.add_(mean)
+        self._means = ()
+
+    @property
+    def _scaler(self) -> Any:
+        return self._precision.scaler if isinstance(self._precision, MixedPrecision) else None
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        return loss
+
+    # ---- evaluations
+
+    def evaluate(
+        self,
+        method: str,
+        context: Callable[[], AbstractContextManager[None]],
+        batch: ReplicaBatches,
+        others: Sequence[Any],
+        named: Mapping[str, Any],
+    ) -> list[Any]:
+        """Run a method of the module for each local replica with rows, and return the outputs. Collective if it logs.
+
+        Args:
+            method: The name of the method.
+            context: A context of Lightning's plugin for precision.
+            batch: The batches.
+            others: The arguments of the method after the batch.
+            named: Its arguments by name.
+        """
+        logs, outputs = StepLogs(self._module, self._strategy, is_training=False), []
+        step = getattr(self._module, method)
+        self.is_running = True
+        try:
+            for replica, rows in batch.items():
+                with context(), logs.of(replica, rows), self._drawing(replica, _STEP):
+                    outputs.append(step(rows, *others, **named))
+        finally:
+            self.is_running = False
+        if self._module.trainer._results is not None:  # predict_step cannot log
+            logs.share(batch.is_whole)
+        return outputs
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, torch.Tensor):
+        raise StrategyError(
+            f"training_step has returned {'no loss' if loss is None else type(loss).__name__}; return a scalar tensor, "
+            "or a dictionary with one as 'loss'. A replica cannot skip a step: return a loss multiplied by 0"
+        )
+    return loss
+
+
+def _with_extras(loss: torch.Tensor, outputs: Sequence[Any]) -> Any:
+    first = outputs[0]
+    if not isinstance(first, Mapping):
+        return loss
+    return {"loss": loss, **{name: [_detached(one[name]) for one in outputs] for name in first if name != "loss"}}
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value

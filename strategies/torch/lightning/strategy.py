@@ -1,0 +1,414 @@
+"""The strategy "popdist" of Lightning's Trainer: replicas of PopDist instead of processes of DDP."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, final
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from lightning_fabric.utilities.rank_zero import rank_zero_only as of_fabric
+from lightning_utilities.core.rank_zero import rank_zero_only
+from pytorch_lightning.plugins import CheckpointIO, DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from pytorch_lightning.strategies import ParallelStrategy
+from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.model_helpers import is_overridden
+from torchmetrics import Metric
+from typing_extensions import override
+
+from strategies.errors import StrategyError
+from strategies.job_strategies import PopDistStrategy
+from strategies.strategy import Strategy, get_strategy
+from strategies.torch.lightning.environment import PopDistEnvironment
+from strategies.torch.lightning.objects import broadcast_object, gather_objects
+from strategies.torch.lightning.replica_batches import ReplicaBatches, by_replica
+from strategies.torch.lightning.replica_loader import ReplicaLoader, dealt
+from strategies.torch.lightning.steps import ReplicaSteps
+from strategies.torch.replica_memory import chosen_here
+from strategies.torch.tensors import as_tensor, host_array
+
+_Any = TypeVar("_Any")
+_SEED = "PL_GLOBAL_SEED"
+"""The variable in which `seed_everything` leaves its seed."""
+_KEY = "popdist"
+"""The key of this strategy's state in a checkpoint."""
+_PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
+
+
+@final
+class PopDistLightningStrategy(ParallelStrategy):
+    """A strategy of Lightning's Trainer whose results do not depend on how replicas are spread over instances.
+
+        import strategies.torch.lightning  # registers "popdist"
+
+        trainer = pytorch_lightning.Trainer(strategy="popdist", max_epochs=3)  # poprun -n 2 --num-replicas 4
+        trainer.fit(module, loader)
+
+    Every replica reads its own batches of the loader, `batch_size` rows each, and calls `training_step` with them. The
+    gradients are averaged over all replicas in a fixed order. Everything behind that happens once per instance, with
+    the same values on all of them: clipping, the step of the optimizer, schedulers, callbacks. An instance runs its
+    replicas one after another.
+
+    A process of Lightning is an instance: `trainer.world_size` is the number of instances, `trainer.global_rank` the
+    index of this one.
+
+    Args:
+        strategy: The strategy whose replicas train. Default: that of the open scope, or a new `PopDistStrategy`.
+        seed: The seed of the replicas' random numbers and of the order of rows. Default: that of `seed_everything`,
+            or 0.
+        checkpoint_io: A plugin of Lightning that writes and reads checkpoints.
+        precision_plugin: A plugin of Lightning for precision: 32, 64, "bf16-true", "16-true" or mixed.
+        options: Options of `DistributedModel`, such as `intra_op_threads` and `gradient_transfer_dtype`.
+
+    Attributes:
+        strategy: The strategy whose replicas train.
+    """
+
+    strategy_name = "popdist"
+    is_distributed = True
+
+    def __init__(
+        self,
+        strategy: Strategy | None = None,
+        *,
+        seed: int | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        **options: Any,
+    ) -> None:
+        self.strategy = strategy or get_strategy() or PopDistStrategy()
+        super().__init__(
+            cluster_environment=PopDistEnvironment(self.strategy),
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self._given_seed, self._options = seed, options
+        self._injects: bool | None = None  # the Trainer's use_distributed_sampler
+        self._steps: ReplicaSteps | None = None
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _running(self) -> ReplicaSteps:
+        assert self._steps is not None
+        return self._steps
+
+    @property
+    def _seed(self) -> int:
+        return int(os.environ.get(_SEED, 0)) if self._given_seed is None else self._given_seed
+
+    # ---- the job
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of hosts."""
+        return len(set(self.strategy.communicator.hosts))
+
+    @num_nodes.setter
+    def num_nodes(self, number: int) -> None:
+        assert self.cluster_environment is not None
+        devices = len(self.parallel_devices or ()) if self._is_on_cpu else 1
+        self.cluster_environment.validate_settings(devices, number)
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return all(device.type == "cpu" for device in self.parallel_devices or ())
+
+    def set_world_ranks(self) -> None:
+        """Tell Lightning which of its functions run on instance 0 only. Called by each new Trainer."""
+        self._injects = None
+        rank_zero_only.rank = of_fabric.rank = self.global_rank
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        if self._is_on_cpu:
+            return torch.device("cpu")
+        assert self.parallel_devices
+        if len(self.parallel_devices) == 1:
+            return torch.device(self.parallel_devices[0])
+        return chosen_here(torch.device(self.parallel_devices[0].type), self.local_rank)
+
+    @override
+    def setup_environment(self) -> None:
+        """Prepare the process. Called by Lightning before the module's `setup`.
+
+        Raises:
+            StrategyError: If the precision is unknown, or the program asks for what replicas cannot do.
+        """
+        self._refuse()
+        if self._injects is None:
+            connector = self._module.trainer._accelerator_connector
+            self._injects = connector.use_distributed_sampler
+            connector.use_distributed_sampler = False  # Lightning would deal rows to processes
+        threads = self._options.get("intra_op_threads", 1)
+        if threads is not None:
+            torch.set_num_threads(threads)  # also for evaluations without a training
+        super().setup_environment()
+        made = 0 if self._steps is None else self._steps.steps_made
+        self._steps = ReplicaSteps(
+            self.strategy, self._module, self.precision_plugin, self._seed, self.root_device, made
+        )
+        vars(self._module)["_on_before_batch_transfer"] = self._before_transfer
+
+    def _refuse(self) -> None:
+        if type(self.precision_plugin) not in _PRECISIONS:
+            raise StrategyError(
+                f"the precision {type(self.precision_plugin).__name__} is not known to keep the same bits for every "
+                "number of instances; use 32-true, 64-true, bf16-true, 16-true, bf16-mixed or 16-mixed"
+            )
+        if self.strategy.replicas.is_spare:
+            raise StrategyError(
+                "a spare cannot follow Lightning's Trainer, because it would not get the state of its loops; start the "
+                "job without spares, and use poprun --on-failure restart"
+            )
+        module = self._module
+        is_one = self.strategy.num_replicas_in_sync == 1
+        if not is_one and (metric := next((one for one in module.modules() if isinstance(one, Metric)), None)):
+            raise StrategyError(
+                f"{type(metric).__name__} of torchmetrics keeps a state for each process, and replicas are no "
+                "processes; log values with self.log, which are averaged over all replicas"
+            )
+        if is_overridden("backward", module):
+            raise StrategyError(
+                f"{type(module).__name__}.backward would run once for each replica, and Lightning means it to run once "
+                "for each step; leave it out, and change gradients in on_after_backward"
+            )
+        if not module.automatic_optimization and not is_one:
+            raise StrategyError(
+                "automatic_optimization=False lets training_step call the optimizer, but each replica runs "
+                "training_step, and the optimizer makes one step for all of them; use automatic optimization, or a "
+                "loop of your own with strategies.torch.DistributedModel"
+            )
+
+    @override
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Connect the module's gradients, for a training. Collective."""
+        if self._module.trainer.state.fn != TrainerFn.FITTING:
+            return model
+        if self._layer_sync is not None:
+            self._layer_sync.apply(self._module)
+        self._running.connect(**self._options)
+        return model
+
+    @override
+    def model_to_device(self) -> None:
+        self._module.to(self.root_device)
+
+    @override
+    def teardown(self) -> None:
+        if self._steps is not None:
+            self._steps.disconnect()
+        if self.lightning_module is not None:
+            self.lightning_module.__dict__.pop("_on_before_batch_transfer", None)
+        super().teardown()
+
+    # ---- data
+
+    @override
+    def process_dataloader(self, dataloader: object) -> ReplicaLoader:
+        """Return the loader of the local replicas' batches.
+
+        Raises:
+            StrategyError: If the rows cannot be dealt to replicas.
+        """
+        is_training = bool(self._module.trainer.training)
+        return dealt(dataloader, self.strategy, self._seed, is_training=is_training, injects=self._injects is not False)
+
+    def _before_transfer(self, batch: object, dataloader_idx: int = 0) -> object:
+        """Call the module's hook for the batch of each replica, in place of Lightning's loop."""
+        own = type(self._module)._on_before_batch_transfer
+
+        def one(rows: Any) -> Any:
+            return own(self._module, self.precision_plugin.convert_input(rows), dataloader_idx)
+
+        return self._running.mapped(one, by_replica(batch))
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move the batches of the replicas to the device."""
+        parent = super().batch_to_device
+        if not isinstance(batch, ReplicaBatches):
+            return parent(batch, device, dataloader_idx)
+        self._running.next_batch()
+        return self._running.mapped(lambda rows: parent(rows, device, dataloader_idx), batch)
+
+    def _begin_loop(self) -> None:
+        self._running.begin_loop()
+
+    on_train_start = on_validation_start = on_test_start = on_predict_start = _begin_loop
+
+    # ---- steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the gradients of all replicas. Collective.
+
+        Returns:
+            The mean loss; in a dictionary with lists of the local replicas' values if `training_step` returns one.
+
+        Raises:
+            StrategyError: If a replica returns no loss, or replicas log different names.
+        """
+        batch, *others = args
+        return self._running.train(by_replica(batch), others, kwargs)
+
+    @override
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Put the mean gradients of the last `training_step` into the parameters, added to accumulated ones."""
+        plugin = self.precision_plugin
+        self.pre_backward(closure_loss)
+        closure_loss = plugin.pre_backward(closure_loss, self._module)
+        self._running.give_means()
+        closure_loss = plugin.post_backward(closure_loss, self._module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Run the module's `validation_step` for each local replica with rows, and list the outputs. Collective."""
+        return self._evaluated("validation_step", self.precision_plugin.val_step_context, *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Run the module's `test_step` for each local replica with rows, and list the outputs. Collective."""
+        return self._evaluated("test_step", self.precision_plugin.test_step_context, *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Run the module's `predict_step` for each replica with rows, and list the outputs in the order of the rows.
+
+        Collective if Lightning returns predictions: the list then has the outputs of all replicas, and only those of
+        this instance otherwise.
+        """
+        found = self._evaluated("predict_step", self.precision_plugin.predict_step_context, *args, **kwargs)
+        if not self._module.trainer.predict_loop.return_predictions:
+            return found
+        on_host = pl.utilities.move_data_to_device(found, torch.device("cpu"))
+        gathered = gather_objects(self.strategy.communicator, on_host, "predictions")
+        return [one for of_instance in gathered for one in of_instance]
+
+    def _evaluated(
+        self, method: str, context: Callable[[], AbstractContextManager[None]], *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        batch, *others = args
+        return self._running.evaluate(method, context, by_replica(batch), others, kwargs)
+
+    @override
+    def on_predict_end(self) -> None:
+        """Make the predictions a list of batches, as one process returns them."""
+        loop = self._module.trainer.predict_loop
+        of_loaders = [loop.predictions] if loop.num_dataloaders == 1 else loop.predictions
+        for steps in of_loaders:
+            steps[:] = [one for of_replicas in steps for one in of_replicas]
+
+    # ---- collective calls
+
+    def _refuse_in_step(self, function: str) -> None:
+        local = len(self.strategy.local_replicas)
+        if (
+            self._steps is not None
+            and self._steps.is_running
+            and self.strategy.num_replicas_in_sync > self.strategy.num_instances
+        ):
+            raise StrategyError(
+                f"{function} in a step would join processes, but this one drives {local} replicas, which run one after "
+                "another; call it in a hook such as on_validation_epoch_end, or start one instance per replica"
+            )
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return the value over all instances. A mean counts each instance as often as it has replicas. Collective.
+
+        Args:
+            tensor: A tensor, or a number.
+            group: None: there are no groups.
+            reduce_op: "mean", "sum", "min" or "max", or a ReduceOp of torch.
+        """
+        self._refuse_in_step("reduce")
+        kind = str(getattr(reduce_op, "name", reduce_op) or "mean").lower().rpartition(".")[2]
+        kind = {"avg": "mean"}.get(kind, kind)
+        value = tensor if isinstance(tensor, torch.Tensor) else torch.tensor(tensor)
+        own = host_array(value).copy()
+        communicator = self.strategy.communicator
+        if kind == "mean":
+            own = own if own.dtype.kind == "f" else own.astype(np.float32)
+            found = communicator.ordered_all_reduce([own] * len(self.strategy.local_replicas), op="mean", name="reduce")
+        else:
+            found = communicator.all_reduce(own, kind, name="reduce")
+        return as_tensor(found).to(value.device)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all instances. Collective."""
+        self.strategy.communicator.barrier(name=name or "barrier")
+
+    @override
+    def broadcast(self, obj: _Any, src: int = 0) -> _Any:
+        """Return the object of instance `src` on all instances. Collective."""
+        return broadcast_object(self.strategy.communicator, obj, src, "broadcast")
+
+    @override
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Return the tensors of all instances, stacked, without a graph. Collective.
+
+        Raises:
+            StrategyError: In a step of several replicas, or if gradients would have to flow to other instances.
+        """
+        self._refuse_in_step("all_gather")
+        if sync_grads and tensor.requires_grad and torch.is_grad_enabled():
+            raise StrategyError("all_gather(sync_grads=True) is not supported: gathered tensors have no gradients")
+        found = self.strategy.communicator.all_gather(np.ascontiguousarray(host_array(tensor)), name="all_gather")
+        return as_tensor(found).to(tensor.device)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all instances, or any of them, say yes. Collective."""
+        found = self.strategy.communicator.all_reduce(
+            np.array([decision], np.int32), "min" if all else "max", name="decision"
+        )
+        return bool(found[0])
+
+    # ---- checkpoints
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint on instance 0. It does not depend on the number of instances."""
+        checkpoint[_KEY] = {"replicas": self.strategy.num_replicas_in_sync, "steps": self._running.steps_made}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return the checkpoint that instance 0 reads. Collective.
+
+        Raises:
+            StrategyError: If a training is to continue with another number of replicas.
+            Exception: On all instances, the error with which instance 0 could not read it.
+        """
+        found: Any = None
+        if self.is_global_zero:
+            try:
+                found = super().load_checkpoint(checkpoint_path, weights_only)
+            except Exception as error:
+                found = error
+        found = self.broadcast(found)
+        if isinstance(found, Exception):
+            raise found
+        state = found.get(_KEY, {}) if isinstance(found, Mapping) else {}
+        replicas = self.strategy.num_replicas_in_sync
+        if self._module.trainer.state.fn == TrainerFn.FITTING and state.get("replicas", replicas) != replicas:
+            raise StrategyError(
+                f"the checkpoint {checkpoint_path} is of a training with {state['replicas']} replicas, and this job "
+                f"has {replicas}; give poprun --num-replicas {state['replicas']}, or begin a new training with its "
+                "weights"
+            )
+        self._running.steps_made = state.get("steps", found.get("global_step", 0))
+        return dict(found)

@@ -1,0 +1,470 @@
+"""The strategy "popdist" of Lightning's Trainer: the same bits for every number of instances."""
+
+# ruff: noqa: E402 - nothing may be imported before the skip
+from __future__ import annotations
+
+import pytest
+
+pl = pytest.importorskip("pytorch_lightning", reason="PyTorch Lightning is not installed")
+
+import torch
+from lightning_modules import ROWS, Noisy, Regression, bits, fitted, loader, rows_of, trainer_of
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset, WeightedRandomSampler
+
+import strategies
+import strategies.torch
+from collectives import CollectiveError
+from strategies import DisagreementError, StrategyError
+from strategies.torch.lightning import PopDistLightningStrategy
+from strategies.torch.lightning.replica_loader import Deal
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::RuntimeWarning"
+)
+REPLICAS = 4
+
+
+def same(found):
+    """Return the result of all instances, if it is the same for every number of them."""
+    assert all(one == found[0] for one in found), found
+    return found[0]
+
+
+def metrics(trainer):
+    return {name: one.item() for name, one in trainer.callback_metrics.items()}
+
+
+def test_a_training_has_the_same_bits_for_every_number_of_instances(everywhere):
+    def train(strategy):
+        module, trainer = fitted(strategy, validation=loader(), gradient_clip_val=0.5)
+        return bits(module), trainer.global_step, metrics(trainer)
+
+    found, steps, values = same(everywhere(REPLICAS, train))
+    assert found != bits(Regression())
+    assert steps == 6
+    assert values.keys() == {"train_loss", "train_loss_step", "train_loss_epoch", "val_loss", "rows", "largest"}
+
+
+def test_a_training_has_the_bits_of_this_project_s_trainer():
+    def loss_fn(module, batch):
+        return module.loss(batch)
+
+    strategy = strategies.IPUStrategy(REPLICAS)
+    module, _ = fitted(strategy, training=loader(drop_last=True), max_epochs=1)
+    other = Regression()
+    [optimizer], _ = other.configure_optimizers()
+    trainer = strategies.torch.Trainer(strategy, other, loss_fn, optimizer, seed=3)
+    dataset = strategies.torch.distribute_dataset(strategy, rows_of(), batch_size=3, shuffle=False)
+    trainer.run(dataset.epoch(0))
+    trainer.close()
+    assert bits(module) == bits(other)
+
+
+def test_data_sets_that_draw_random_numbers_give_the_same_bits(everywhere):
+    """Thread instances share the generators of NumPy and Python, so one instance after another runs here."""
+    module, _ = fitted(strategies.IPUStrategy(REPLICAS), training=loader(Noisy(), shuffle=True), max_epochs=1)
+    again, _ = fitted(strategies.IPUStrategy(REPLICAS), training=loader(Noisy(), shuffle=True), max_epochs=1)
+    plain, _ = fitted(strategies.IPUStrategy(REPLICAS), training=loader(shuffle=True), max_epochs=1)
+    assert bits(module) == bits(again) != bits(plain)
+
+
+def test_accumulated_batches_make_one_step(everywhere):
+    def train(strategy):
+        module, trainer = fitted(strategy, accumulate_grad_batches=2, max_epochs=1)
+        return bits(module), trainer.global_step
+
+    assert same(everywhere(REPLICAS, train))[1] == 2  # of three batches
+
+
+def test_accumulation_is_the_mean_over_the_batches():
+    """Three batches of one replica have the gradient of one batch three times as large."""
+
+    class Plain(Regression):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(4, 1)
+            with torch.no_grad():
+                [one.fill_(0.1) for one in self.parameters()]
+
+    strategy = strategies.IPUStrategy(1)
+    parts, _ = fitted(strategy, Plain(), loader(batch_size=2), max_steps=1, accumulate_grad_batches=15)
+    whole, _ = fitted(strategy, Plain(), loader(batch_size=30), max_steps=1)
+    for one, other in zip(parts.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(one, other, rtol=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed", pytest.param("bf16-true", marks=pytest.mark.complete)])
+def test_precisions_give_the_same_bits(everywhere, precision):
+    def train(strategy):
+        return bits_of_any(fitted(strategy, precision=precision, max_epochs=1)[0])
+
+    same(everywhere(2, train))
+
+
+def bits_of_any(module):
+    return strategies.fingerprint({name: one.detach().double().numpy() for name, one in module.state_dict().items()})
+
+
+def test_scaled_losses_give_the_same_bits(everywhere):
+    def train(strategy):
+        from pytorch_lightning.plugins import MixedPrecision
+
+        plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8))
+        ours = PopDistLightningStrategy(strategy, seed=3, precision_plugin=plugin)
+        module, trainer = fitted(ours, max_epochs=1)
+        return bits(module), metrics(trainer)["train_loss_epoch"]
+
+    _, loss = same(everywhere(2, train))
+    plain = metrics(fitted(strategies.IPUStrategy(2), max_epochs=1)[1])["train_loss_epoch"]
+    assert loss == pytest.approx(plain, rel=0.05)
+
+
+# ---- evaluations
+
+
+def test_every_row_counts_once_in_an_evaluation(everywhere):
+    """30 rows do not fill the last step of four replicas, so that some have no rows."""
+
+    def validate(strategy):
+        trainer = trainer_of(strategy)
+        [found] = trainer.validate(Regression(), loader(batch_size=4), verbose=False)
+        return found
+
+    found = same(everywhere(REPLICAS, validate))
+    module = Regression().eval()
+    x, y = rows_of().tensors
+    assert found["rows"] == ROWS
+    assert found["largest"] == x.max()
+    assert found["val_loss"] == pytest.approx(torch.nn.functional.mse_loss(module.net(x), y).item(), rel=1e-5)
+
+
+def test_predictions_are_the_batches_of_one_process(everywhere):
+    def predict(strategy):
+        found = trainer_of(strategy).predict(Regression(), loader(batch_size=4))
+        return [one.tolist() for one in found]
+
+    found = same(everywhere(REPLICAS, predict))
+    module = Regression().eval()
+    with torch.no_grad():
+        expected = [module.net(x).tolist() for x, _ in loader(batch_size=4)]
+    assert found == expected
+
+
+def test_a_test_of_several_loaders_logs_each(on_instances):
+    def run(strategy):
+        trainer = trainer_of(strategy)
+
+        class Several(Regression):
+            def test_step(self, batch, batch_idx, dataloader_idx):
+                self.log("test_loss", self.loss(batch))
+
+        return trainer.test(Several(), [loader(), loader(batch_size=5)], verbose=False)
+
+    found = same(on_instances(2, 4, run))
+    assert [list(one) for one in found] == [["test_loss/dataloader_idx_0"], ["test_loss/dataloader_idx_1"]]
+
+
+# ---- checkpoints
+
+
+def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(on_instances, tmp_path):
+    """Two instances write the checkpoint in the middle of an epoch, and one goes on."""
+
+    def begin(strategy):
+        saves = ModelCheckpoint(tmp_path, "four", every_n_train_steps=4)
+        fitted(strategy, max_steps=5, max_epochs=-1, enable_checkpointing=True, callbacks=[saves])
+
+    on_instances(2, REPLICAS, begin)
+    strategy = strategies.IPUStrategy(REPLICAS)
+    module, trainer = Regression(), trainer_of(strategy, max_epochs=3)
+    trainer.fit(module, loader(shuffle=True), ckpt_path=tmp_path / "four.ckpt")
+    assert trainer.global_step == 9
+    assert bits(module) == bits(fitted(strategy, max_epochs=3)[0])
+
+
+def test_a_checkpoint_from_the_end_of_a_stopped_epoch_begins_the_next_one(tmp_path):
+    """Lightning counts an epoch that max_steps ends as a whole one."""
+    strategy = strategies.IPUStrategy(REPLICAS)
+    fitted(strategy, max_steps=2, max_epochs=-1)[1].save_checkpoint(tmp_path / "two.ckpt")
+    trainer = trainer_of(strategy, max_epochs=2)
+    trainer.fit(Regression(), loader(shuffle=True), ckpt_path=tmp_path / "two.ckpt")
+    assert trainer.global_step == 2 + 3
+
+
+def test_a_checkpoint_of_other_replicas_is_refused(tmp_path):
+    _, trainer = fitted(strategies.IPUStrategy(2), max_steps=1)
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    with pytest.raises(StrategyError, match="of a training with 2 replicas, and this job has 4; give poprun"):
+        trainer_of(strategies.IPUStrategy(4)).fit(Regression(), loader(), ckpt_path=tmp_path / "two.ckpt")
+    assert trainer_of(strategies.IPUStrategy(4)).validate(
+        Regression(), loader(), ckpt_path=tmp_path / "two.ckpt", verbose=False
+    )
+
+
+# ---- data
+
+
+def test_replicas_read_the_order_of_a_sampler(on_instances):
+    weights = [1.0] * ROWS
+
+    def train(strategy):
+        sampler = WeightedRandomSampler(weights, ROWS)
+        batches = BatchSampler(SequentialSampler(range(ROWS)), 2, drop_last=True)
+        one = bits(fitted(strategy, training=loader(sampler=sampler), max_epochs=1)[0])
+        other = bits(fitted(strategy, training=DataLoader(rows_of(), batch_sampler=Batches(batches)), max_epochs=1)[0])
+        return one, other
+
+    found = [same(on_instances(instances, REPLICAS, train)) for instances in (1, 2)]
+    assert found[0] == found[1]
+
+
+class Batches(BatchSampler):
+    """A batch sampler of a program."""
+
+    def __init__(self, batches):
+        self.batches = list(batches)
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+def test_instances_that_draw_other_orders_are_refused(on_instances):
+    def train(strategy):
+        own = torch.Generator().manual_seed(strategy.instance_index)
+        with pytest.raises(DisagreementError, match="instances 1 draw another order of rows than instance 0"):
+            fitted(strategy, training=loader(shuffle=True, generator=own))
+
+    on_instances(2, 2, train)
+
+
+def test_a_data_set_of_this_project_trains(everywhere):
+    def train(strategy):
+        dataset = strategies.torch.distribute_dataset(strategy, rows_of(), batch_size=3, seed=3)
+        sampler = strategies.torch.DistributedSampler(rows_of(), strategy, batch_size=3, seed=3)
+        with_sampler = loader(batch_size=sampler.instance_batch_size, sampler=sampler)
+        return bits(fitted(strategy, training=dataset)[0]), bits(fitted(strategy, training=with_sampler)[0])
+
+    one, other = same(everywhere(2, train))
+    assert one == other
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(rows_of())
+
+
+@pytest.mark.parametrize(
+    ("made", "match"),
+    [
+        (lambda: loader(Endless()), "an IterableDataset gives its rows in order"),
+        (lambda: [rows_of()[:2]], "a (list|tuple) cannot be dealt|a Tensor cannot be dealt"),
+        (lambda: loader(batch_size=None), "batch_size=None cannot be dealt"),
+        (lambda: loader(rows_of(7), drop_last=True), "takes 12 rows, but the loader has 7, .* drop_last=False"),
+        (
+            lambda: loader(sampler=torch.utils.data.DistributedSampler(rows_of(), 2, 0)),
+            "has torch's DistributedSampler, but",
+        ),
+    ],
+)
+def test_data_that_cannot_be_dealt_is_refused(made, match):
+    with pytest.raises(StrategyError, match=match):
+        fitted(strategies.IPUStrategy(REPLICAS), training=made())
+
+
+def test_replicas_share_every_row_of_an_evaluation_once():
+    for length in (1, 5, 12, 26, 48):
+        deal = Deal(length, 3, 4, is_training=False, drops=False)
+        read = [place for step in range(deal.steps) for one in range(4) for place in deal.positions(step, one)]
+        assert read == list(range(length))
+        assert [deal.is_whole(step) for step in range(deal.steps)] == [
+            all(deal.positions(step, one) for one in range(4)) for step in range(deal.steps)
+        ]
+
+
+def test_replicas_get_equally_many_rows_in_training():
+    for length in (1, 5, 12, 26, 48):
+        deal = Deal(length, 3, 4, is_training=True, drops=False)
+        for step in range(deal.steps):
+            parts = [deal.positions(step, one) for one in range(4)]
+            assert len({len(one) for one in parts}) == 1
+        read = [place for step in range(deal.steps) for one in range(4) for place in deal.positions(step, one)]
+        assert set(read) == set(range(length))
+        assert len(read) < length + 4
+        assert Deal(length, 3, 4, is_training=True, drops=True).steps == length // 12
+
+
+# ---- what is refused
+
+
+class Skipping(Regression):
+    def training_step(self, batch, batch_idx):
+        return None
+
+
+class Manual(Regression):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Backward(Regression):
+    def backward(self, loss):
+        loss.backward()
+
+
+class LogsVectors(Regression):
+    def training_step(self, batch, batch_idx):
+        self.log("x", batch[0][0])
+        return self.loss(batch)
+
+
+class Gathers(Regression):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) + self.all_gather(batch[1]).mean()
+
+
+class TakesTheIterator(Regression):
+    def training_step(self, dataloader_iter):
+        return self.loss(next(dataloader_iter)[0])
+
+
+@pytest.mark.parametrize(
+    ("module", "match"),
+    [
+        (Skipping, "training_step has returned no loss"),
+        (Manual, "automatic_optimization=False lets training_step call the optimizer"),
+        (Backward, "Backward.backward would run once for each replica"),
+        (LogsVectors, r"log\('x'\) got a Tensor of shape \[4\]"),
+        (Gathers, "all_gather in a step would join processes, but this one drives 4 replicas"),
+        (TakesTheIterator, "let training_step take the batch, not the iterator"),
+    ],
+)
+def test_modules_that_cannot_be_trained_are_refused(module, match):
+    with pytest.raises(StrategyError, match=match):
+        fitted(strategies.IPUStrategy(REPLICAS), module())
+
+
+def test_replicas_that_log_different_names_are_refused():
+    class Different(Regression):
+        count = 0
+
+        def training_step(self, batch, batch_idx):
+            Different.count += 1
+            self.log(f"loss_{Different.count}", 1.0)
+            return self.loss(batch)
+
+    with pytest.raises(StrategyError, match="replica 1 has logged loss_2, but another one loss_1; log the same names"):
+        fitted(strategies.IPUStrategy(2), Different())
+
+
+def test_instances_that_log_different_names_are_refused(on_instances):
+    def train(strategy):
+        class Different(Regression):
+            def training_step(self, batch, batch_idx):
+                self.log(f"loss_{strategy.instance_index}", 1.0)
+                return self.loss(batch)
+
+        with pytest.raises(CollectiveError, match="loss_0"):
+            fitted(strategy, Different())
+
+    on_instances(2, 2, train)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"devices": 3}, "asks Lightning for devices=3, but the launcher has started 1 instances"),
+        ({"num_nodes": 2}, "asks Lightning for num_nodes=2"),
+        ({"use_distributed_sampler": False}, "use_distributed_sampler=False lets every process read"),
+    ],
+)
+def test_options_that_contradict_the_job_are_refused(options, match):
+    with pytest.raises(StrategyError, match=match):
+        fitted(strategies.IPUStrategy(2), **options)
+
+
+def test_a_trainer_takes_the_strategy_by_name():
+    with strategies.IPUStrategy(2).scope():
+        trainer = trainer_of("popdist")
+    assert isinstance(trainer.strategy, PopDistLightningStrategy)
+    assert (trainer.world_size, trainer.global_rank, trainer.num_nodes) == (1, 0, 1)
+
+
+# ---- collective calls of hooks
+
+
+def test_hooks_reduce_over_instances(on_instances):
+    class Hooks(Regression):
+        found = None
+
+        def validation_step(self, batch, batch_idx):
+            pass
+
+        def on_validation_epoch_end(self):
+            mine = torch.tensor([1.0 + self.trainer.global_rank])
+            self.log("own", mine, sync_dist=True)
+            strategy = self.trainer.strategy
+            self.found = (
+                self.all_gather(mine).tolist(),
+                strategy.reduce(mine, reduce_op="sum").item(),
+                strategy.broadcast({"rank": self.trainer.global_rank}, 1),
+                strategy.reduce_boolean_decision(self.trainer.is_global_zero, all=False),
+                strategy.reduce_boolean_decision(self.trainer.is_global_zero, all=True),
+            )
+
+    def validate(strategy):
+        module = Hooks()
+        [logged] = trainer_of(strategy).validate(module, loader(), verbose=False)
+        return module.found, logged
+
+    found, logged = same(on_instances(2, 4, validate))
+    assert found == ([[1.0], [2.0]], 3.0, {"rank": 1}, True, False)
+    assert logged == {"own": 1.5}
+
+
+def test_hooks_of_batches_see_each_replica_s_batch():
+    class Shifts(Regression):
+        seen = ()
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            self.seen = (*self.seen, len(batch[0]))
+            return batch
+
+        def on_train_batch_start(self, batch, batch_idx):
+            assert [replica for replica, _ in batch.items()] == [0, 1]
+            assert len(batch[1][0]) == 3
+
+    module, _ = fitted(strategies.IPUStrategy(2), Shifts(), loader(), max_steps=1)
+    assert module.seen[:2] == (3, 3)
+
+
+def test_outputs_of_training_steps_list_the_replicas():
+    class Outputs(Regression):
+        outputs = None
+
+        def training_step(self, batch, batch_idx):
+            return {"loss": self.loss(batch), "rows": len(batch[0])}
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.outputs = outputs
+
+    module, _ = fitted(strategies.IPUStrategy(2), Outputs(), loader(), max_steps=1)
+    assert module.outputs["rows"] == [3, 3]
+    assert module.outputs["loss"].ndim == 0
+
+
+def test_several_loaders_give_each_replica_a_batch_of_each(everywhere):
+    class Pairs(Regression):
+        def training_step(self, batch, batch_idx):
+            assert batch.keys() == {"a", "b"}
+            return self.loss(batch["a"]) + self.loss(batch["b"])
+
+    def train(strategy):
+        loaders = {"a": loader(shuffle=True), "b": loader(TensorDataset(*rows_of(20).tensors), batch_size=2)}
+        return bits(fitted(strategy, Pairs(), loaders, max_epochs=1)[0])
+
+    same(everywhere(2, train))
