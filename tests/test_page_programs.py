@@ -35,6 +35,7 @@ RUN_BY = {
     "from_python.md": "tests/jobs/test_notebooks.py",
     "tutorial.md": "tests/launch_scripts/test_tutorial.py",
     "flax_equinox.md": "tests/test_cookbook.py",
+    "torch_distributed.md": "tests/jobs/test_process_group_jobs.py",
     **dict.fromkeys(
         (page.name for page in PAGES if page.parent == MIGRATE and page.name != "index.md"),
         "tests/test_migration.py",

@@ -10,6 +10,7 @@ import signal
 import sys
 
 import pytest
+from pages import page_programs
 from poprun_jobs import ROOT, run, start, start_command, start_mpirun
 
 pytestmark = [
@@ -116,6 +117,72 @@ def test_one_process_needs_no_launcher():
     finished = start_command(*PROGRAM).finish()
     assert finished.status == 0, finished.stderr
     check([finished.stdout.splitlines()], 1)
+
+
+@pytest.mark.complete
+def test_the_program_of_the_page_prints_one_fingerprint_under_each_launcher(tmp_path):
+    [program] = page_programs("torch_distributed.md")
+    path = tmp_path / "train.py"
+    path.write_text(program, encoding="utf-8")
+    jobs = [by_poprun(2, sys.executable, str(path)), by_mpirun(2, sys.executable, str(path))]
+    assert jobs[0][0] == jobs[1][0]
+    assert [len(of_rank) for of_rank in jobs[0]] == [1, 0]
+
+
+OF_ACCELERATE = """
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+x = torch.randn(96, 4)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+model = torch.nn.Linear(4, 1)
+loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+parts = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1), loader)
+wrapped, optimizer, loader = parts
+assert isinstance(wrapped, torch.nn.parallel.DistributedDataParallel)
+for inputs, targets in loader:
+    optimizer.zero_grad()
+    accelerator.backward(torch.nn.functional.mse_loss(wrapped(inputs), targets))
+    optimizer.step()
+assert accelerator.gather(torch.ones(2)).tolist() == [1.0] * 2 * size
+assert accelerator.reduce(torch.ones(2)).tolist() == [float(size)] * 2
+"""
+OF_TRANSFORMERS = """
+import tempfile
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+torch.manual_seed(0)
+model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+data = [{"input_ids": each, "labels": each} for each in torch.randint(0, 32, (48, 8))]
+with tempfile.TemporaryDirectory() as folder:
+    options = {"report_to": [], "save_strategy": "epoch", "eval_strategy": "epoch", "disable_tqdm": True}
+    arguments = TrainingArguments(folder, num_train_epochs=1, per_device_train_batch_size=4, use_cpu=True, **options)
+    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data[:20])
+    trainer.train()
+    assert isinstance(trainer.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+    assert trainer.state.global_step == 48 // 4 // size
+    dist.barrier()
+"""
+
+
+@pytest.mark.complete
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("library", "training"), [("accelerate", OF_ACCELERATE), ("transformers", OF_TRANSFORMERS)])
+def test_libraries_train_over_the_group_that_exists(library, training):
+    pytest.importorskip(library)
+    end = """
+import strategies
+print("bits", dist.get_backend(), strategies.fingerprint(model.state_dict()), flush=True)
+dist.destroy_process_group()
+"""
+    meeting = MEET.replace(', init_method="popdist://"', "")
+    threads = {"OMP_NUM_THREADS": "1"}
+    program = (sys.executable, "-c")
+    jobs = [
+        by_poprun(2, "--torch-distributed-env", "yes", *program, HEAD + meeting + training + end, environ=threads),
+        by_mpirun(2, *program, HEAD + MEET + training + end, environ=threads),
+    ]
+    [line] = {line for job in jobs for of_rank in job for line in of_rank if line.startswith("bits")}
+    assert line.startswith("bits popdist ")
 
 
 OVERLAPPING = f"""{HEAD}{MEET}

@@ -30,7 +30,7 @@ def register() -> None:
         from torch.distributed.rendezvous import register_rendezvous_handler
 
         dist.Backend.register_backend(NAME, make_group, extended_api=True, devices=["cpu"])
-        register_rendezvous_handler(NAME, meet)  # type: ignore[no-untyped-call]
+        register_rendezvous_handler(NAME, meet)
 
 
 def make_group(options: Any, _: object) -> PopDistProcessGroup:
