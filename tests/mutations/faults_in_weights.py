@@ -75,6 +75,13 @@ IN_WEIGHTS = (
         caught_by=f"{_OF_JAX}test_a_skipped_step_is_counted_with_loss_scaling_and_keeps_the_scale",
     ),
     Fault(
+        name="gradients of other replicas' losses get the weight of this one",
+        path="strategies/jax/gradients/replica_program.py",
+        old="return self.places.is_weighted and self._has_collectives",
+        new="return False",
+        caught_by="tests/strategies/test_weights_with_collectives.py::test_gradients_through_collectives_are_those_of_the_weighted_mean",
+    ),
+    Fault(
         name="stages do not multiply the loss by its weight",
         path="strategies/jax/gradients/replica_program.py",
         old="loss = times_weight(loss, values[self.places.weight])",
