@@ -24,7 +24,7 @@ from popdist.errors import (
 )
 from popdist.groups import defaultCommunicatorId, execute_on_instances, registerCommunicator, synchronize
 from popdist.instance import Instance
-from popdist.launching.launch import launch
+from popdist.launcher import launch
 from popdist.leaving import can_carry_on, carry_on
 from popdist.queries import (
     checkNumIpusPerReplica,

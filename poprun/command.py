@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from popdist.launching.variables import TOKEN_VARIABLE
+from popdist.environments.poprun import TOKEN_VARIABLE
 from poprun.cli.command_line import CommandLine, read_command_line, settings_from
 from poprun.cli.log import Level, Log, fault_of_level, level_from, show
 from poprun.cli.settings import note_without_effect, warn_of_deprecated, warn_of_output

@@ -3,8 +3,8 @@
 StrategyError
 ├── UnappliedStepError      no instance has applied the step, and the state is as before: the kind says why
 │   ├── NonFiniteGradientError  a gradient is NaN or infinite: look at the named variable
-│   └── WeightError         a weight of a loss is negative or not finite: look at the weights
-│       └── ZeroWeightError  all weights are zero: leave the batch out, or skip such steps
+│   ├── WeightError         a weight of a loss is negative or not finite: look at the weights
+│   └── ZeroWeightError     all weights of a step are zero: leave the batch out, or skip such steps
 ├── DivergenceError         instances have different bits: check the named instance's memory, or look for randomness
 ├── DisagreementError       instances have different arguments or programs: start all of them with the same
 ├── LostPartError           parts of the state were lost with every copy: start again from the last checkpoint
@@ -34,7 +34,7 @@ class WeightError(UnappliedStepError, ValueError):
 
 
 class ZeroWeightError(WeightError, ArithmeticError):
-    """Weights of losses that are all zero, so that they have no mean."""
+    """Weights of losses that are all zero, so that they have no mean. It is a `WeightError`."""
 
 
 class DivergenceError(StrategyError, RuntimeError):

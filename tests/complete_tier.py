@@ -67,6 +67,9 @@ PARTS = {
         (
             *(
                 "collectives/backends",
+                "popdist/launched.py",
+                "popdist/launcher.py",
+                "popdist/launching",
                 "popdist/leaving.py",
                 "popdist/places.py",
                 "popdist/reserve.py",

@@ -40,6 +40,8 @@ TRANSPORTS = {
     "collectives/network/worker.py": {"grpc"},
     "collectives/simulation/plotting.py": {"matplotlib"},
     "popdist/examples/keras_digits.py": {"keras"},
+    "popdist/examples/listings/estimator_horovod.py": {"keras"},
+    "popdist/examples/listings/estimator_workers.py": {"keras"},
     "popdist/examples/listings/keras_pipelined.py": {"keras"},
     "popdist/examples/listings/keras_quick_start.py": {"keras"},
     "popdist/examples/listings/poptorch_network.py": {"torch"},
@@ -221,7 +223,8 @@ def test_type_checkers_see_the_public_names_where_programs_find_them(package: st
 
 
 def is_module(node: ast.ImportFrom, alias: ast.alias) -> bool:
-    return (ROOT / str(node.module).replace(".", "/") / f"{alias.name}.py").exists()
+    place = ROOT / str(node.module).replace(".", "/")
+    return any((place / path).exists() for path in (f"{alias.name}.py", f"{alias.name}/__init__.py"))
 
 
 def test_every_package_of_the_project_has_a_rule() -> None:

@@ -17,6 +17,7 @@ FOLDER = "migrate"
 LIBRARIES = {  # of the program before, on each page
     "accelerate.md": "accelerate",
     "ddp.md": "torch",
+    "from_estimators.md": "tensorflow.python.ipu",
     "from_horovod.md": "horovod",
     "from_keras.md": "keras",
     "from_poptorch.md": "poptorch",

@@ -36,6 +36,14 @@ SPARE_VARIABLE = "POPDIST_SPARE"
 RESERVE_VARIABLE = "POPDIST_RESERVE"
 """The pid of the agent, on a spare whose program begins only when poprun starts it: `--regrow`."""
 
+ADDRESS_VARIABLE = "POPDIST_LAUNCH_ADDRESS"
+"""Name of the local socket of the process that called `popdist.launch`."""
+NETWORK_VARIABLE = "POPDIST_LAUNCH_NETWORK"
+"""`ADDRESS PORT` of the process that called `popdist.launch`, for instances on other hosts; poprun sets it."""
+TOKEN_VARIABLE = "POPDIST_LAUNCH_TOKEN"  # noqa: S105 - the name of a variable
+"""Secret of a call of `popdist.launch`, which the processes of its job inherit."""
+LAUNCH_VARIABLES = (ADDRESS_VARIABLE, NETWORK_VARIABLE, TOKEN_VARIABLE)
+
 VARIABLES = (TOTAL, IPUS, LOCAL, UNIFORM, OFFSET, LOCAL_INSTANCE)
 """Variables that poprun always sets, in the order of its command line."""
 

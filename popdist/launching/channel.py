@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
+from popdist.environments.poprun import ADDRESS_VARIABLE, NETWORK_VARIABLE, TOKEN_VARIABLE
 from popdist.errors import LaunchError
-from popdist.launching.variables import ADDRESS_VARIABLE, NETWORK_VARIABLE, TOKEN_VARIABLE
 from popdist.records.proofs import RANDOM_BYTES, prove
 
 GREETING_LIMIT_S = 20.0
@@ -33,7 +33,7 @@ _PROOF_BYTES = 32
 Part = bytes | bytearray | memoryview
 
 
-class Kind(Enum):
+class MessageKind(Enum):
     """A kind of message; the sender and the parts are given.
 
     Attributes:
@@ -54,7 +54,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Message:
+class LaunchMessage:
     """One message.
 
     Attributes:
@@ -62,17 +62,17 @@ class Message:
         parts: The content. Received parts can be written, so that arrays may use their memory.
     """
 
-    kind: Kind
+    kind: MessageKind
     parts: Sequence[Part] = ()
 
 
-class Channel:
+class LaunchChannel:
     """One end of a connection whose other end has proved that it knows the token."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
-    def send(self, message: Message) -> None:
+    def send(self, message: LaunchMessage) -> None:
         """Send a message; wait until the other side has taken it.
 
         Raises:
@@ -84,7 +84,7 @@ class Channel:
         for part in parts:
             self._connection.sendall(part)
 
-    def receive(self) -> Message:
+    def receive(self) -> LaunchMessage:
         """Wait for a message and return it.
 
         Raises:
@@ -93,7 +93,7 @@ class Channel:
         kind, count = _HEAD.unpack(_receive_exactly(self._connection, _HEAD.size))
         lengths = _receive_exactly(self._connection, count * _LENGTH.size)
         sizes = [each for (each,) in _LENGTH.iter_unpack(lengths)]
-        return Message(Kind(kind), [_receive_exactly(self._connection, size) for size in sizes])
+        return LaunchMessage(MessageKind(kind), [_receive_exactly(self._connection, size) for size in sizes])
 
     def limit(self, limit_s: float | None) -> None:
         """Set the time limit of each further wait; None for no limit."""
@@ -106,7 +106,7 @@ class Channel:
         self._connection.close()
 
 
-def admit(connection: socket.socket, token: str) -> Channel:
+def admit(connection: socket.socket, token: str) -> LaunchChannel:
     """Greet a caller, as the launching process.
 
     Raises:
@@ -121,10 +121,10 @@ def admit(connection: socket.socket, token: str) -> Channel:
         raise ConnectionRefusedError("the caller does not know the token of the launch")
     connection.sendall(prove(token, _LAUNCHER, challenge + own))
     connection.settimeout(None)
-    return Channel(connection)
+    return LaunchChannel(connection)
 
 
-def call(environ: Mapping[str, str]) -> Channel:
+def call(environ: Mapping[str, str]) -> LaunchChannel:
     """Connect to the launching process that the variables of this process name, and greet it.
 
     Raises:
@@ -141,7 +141,7 @@ def call(environ: Mapping[str, str]) -> Channel:
             f"the process that called popdist.launch cannot be reached: {error!r}; it may have ended. If this host is "
             "another one, open the ports between the hosts in their firewalls"
         ) from None
-    return Channel(connection)
+    return LaunchChannel(connection)
 
 
 def _connect(environ: Mapping[str, str]) -> socket.socket:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 
-from popdist.launching.channel import Channel, Kind, Message, Part, admit
-from popdist.launching.reports import Report, read_report
+from popdist.environments.poprun import ADDRESS_VARIABLE, TOKEN_VARIABLE
+from popdist.launching.channel import LaunchChannel, LaunchMessage, MessageKind, Part, admit
+from popdist.launching.reports import InstanceReport, read_report
 from popdist.launching.travelling import search_path, sources_of_main
-from popdist.launching.variables import ADDRESS_VARIABLE, TOKEN_VARIABLE
 
 MOST_GREETINGS = 64
 """The most callers at a time that have not proved yet that they know the token."""
@@ -26,7 +26,7 @@ LAST_REPORT_LIMIT_S = 30.0
 """Time limit for the rest of the reports to arrive after poprun has ended."""
 
 
-class Reception:
+class FunctionReception:
     """The sockets of a launch and the threads that serve them; leaving the context closes all.
 
     Args:
@@ -38,19 +38,19 @@ class Reception:
 
     def __init__(self, call: Sequence[Part]) -> None:
         setup = {"path": search_path(), "argv": sys.argv, "sources": sources_of_main()}
-        self._function = Message(Kind.FUNCTION, [json.dumps(setup).encode(), *call])
+        self._function = LaunchMessage(MessageKind.FUNCTION, [json.dumps(setup).encode(), *call])
         self._token = secrets.token_hex(16)
         self._changed = threading.Condition()
         self._is_closed = False
         self._listening: list[socket.socket] = []
-        self._channels: list[Channel] = []
-        self._reports: list[Report] = []
+        self._channels: list[LaunchChannel] = []
+        self._reports: list[InstanceReport] = []
         self._greetings = threading.BoundedSemaphore(MOST_GREETINGS)
         name = f"popdist-launch-{os.getpid()}-{secrets.token_hex(6)}"
         self.variables = {ADDRESS_VARIABLE: name, TOKEN_VARIABLE: self._token}
         self._listen(socket.AF_UNIX, f"\0{name}")
 
-    def __enter__(self) -> Reception:
+    def __enter__(self) -> FunctionReception:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -63,7 +63,7 @@ class Reception:
         for channel in list(self._channels):
             channel.close()
 
-    def last_reports(self) -> list[Report]:
+    def last_reports(self) -> list[InstanceReport]:
         """Return the reports after the end of the job, in the order in which they came."""
         until_s = time.monotonic() + LAST_REPORT_LIMIT_S
         with self._changed:
@@ -119,14 +119,14 @@ class Reception:
                 self._channels.remove(channel)
                 self._changed.notify_all()
 
-    def _answer(self, channel: Channel, message: Message) -> None:
-        if message.kind is Kind.READY:
+    def _answer(self, channel: LaunchChannel, message: LaunchMessage) -> None:
+        if message.kind is MessageKind.READY:
             channel.send(self._function)
-        elif message.kind is Kind.LISTEN:
+        elif message.kind is MessageKind.LISTEN:
             address = bytes(message.parts[0]).decode()
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             listening = self._listen(family, (address, 0))
-            channel.send(Message(Kind.LISTENING, [str(listening.getsockname()[1]).encode()]))
+            channel.send(LaunchMessage(MessageKind.LISTENING, [str(listening.getsockname()[1]).encode()]))
         else:
             report = read_report(message)
             with self._changed:

@@ -20,7 +20,7 @@ _TAIL_CHARACTERS = 4000
 _READ_BYTES = 1 << 16
 
 
-class Relay:
+class OutputRelay:
     """A running poprun.
 
     Attributes:

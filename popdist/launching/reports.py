@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from popdist.errors import LaunchError
-from popdist.launching.channel import Kind, Message, Part
+from popdist.launching.channel import LaunchMessage, MessageKind, Part
 from popdist.launching.travelling import unpack
 
 MOST_NOTES = 8
@@ -16,7 +15,7 @@ MOST_NOTES = 8
 
 
 @dataclass(frozen=True)
-class Sender:
+class ReportSender:
     """An instance at the end of the function.
 
     Attributes:
@@ -36,19 +35,19 @@ class Sender:
 
 
 @dataclass(frozen=True)
-class Result:
+class InstanceResult:
     """The result of the function on one instance; `parts` is the pickle with its buffers."""
 
-    sender: Sender
+    sender: ReportSender
     parts: Sequence[Part] = field(repr=False)
 
-    def pack(self) -> Message:
+    def pack(self) -> LaunchMessage:
         """Return the message for the launching process."""
-        return Message(Kind.RESULT, [json.dumps(asdict(self.sender)).encode(), *self.parts])
+        return LaunchMessage(MessageKind.RESULT, [json.dumps(asdict(self.sender)).encode(), *self.parts])
 
 
 @dataclass(frozen=True)
-class Failure:
+class InstanceFailure:
     """An exception of the function on one instance.
 
     Attributes:
@@ -59,16 +58,16 @@ class Failure:
         parts: The pickled exception with its buffers; empty if it cannot be pickled.
     """
 
-    sender: Sender
+    sender: ReportSender
     said: str
     trace: str
     follows: bool = False
     parts: Sequence[Part] = field(default=(), repr=False)
 
-    def pack(self) -> Message:
+    def pack(self) -> LaunchMessage:
         """Return the message for the launching process."""
         described = {"sender": asdict(self.sender), "said": self.said, "trace": self.trace, "follows": self.follows}
-        return Message(Kind.FAILURE, [json.dumps(described).encode(), *self.parts])
+        return LaunchMessage(MessageKind.FAILURE, [json.dumps(described).encode(), *self.parts])
 
     def as_exception(self) -> Exception:
         """Return the exception, with the traceback of the instance as its cause."""
@@ -87,50 +86,45 @@ class Failure:
         return error if isinstance(error, Exception) else LaunchError(self.said, exit_status=1)
 
 
-Report = Result | Failure
+InstanceReport = InstanceResult | InstanceFailure
 
 
-def read_report(message: Message) -> Report:
+def read_report(message: LaunchMessage) -> InstanceReport:
     """Return the report in a message.
 
     Raises:
         ValueError: The message contains none.
     """
-    described: dict[str, Any] = json.loads(bytes(message.parts[0]))
+    described = json.loads(bytes(message.parts[0]))
     rest = message.parts[1:]
-    if message.kind is Kind.RESULT:
-        return Result(Sender(**described), rest)
-    if message.kind is Kind.FAILURE:
-        return Failure(**{**described, "sender": Sender(**described["sender"])}, parts=rest)
+    if message.kind is MessageKind.RESULT:
+        return InstanceResult(ReportSender(**described), rest)
+    if message.kind is MessageKind.FAILURE:
+        return InstanceFailure(**{**described, "sender": ReportSender(**described["sender"])}, parts=rest)
     raise ValueError(f"{message.kind} is no report")
 
 
-def results_of(reports: Sequence[Report], exit_status: int) -> list[Any]:
+def results_of(reports: Sequence[InstanceReport], exit_status: int) -> list[object]:
     """Return the results of all instances in order, after poprun has ended with status 0.
 
     Raises:
         LaunchError: A result is missing, or cannot be unpickled here.
     """
     last = max((report.sender.attempt for report in reports), default=0)
-    results = [each for each in reports if isinstance(each, Result) and each.sender.attempt == last]
-    if not results:
-        raise LaunchError(
-            "poprun has ended, but no instance has run the function; leave out options that only ask "
-            "poprun something, such as --dry-run",
-            exit_status,
-        )
+    results = [each for each in reports if isinstance(each, InstanceResult) and each.sender.attempt == last]
     by_index = {each.sender.index: each for each in results}
-    count = results[-1].sender.count
+    count = results[-1].sender.count if results else 1
     if missing := sorted(set(range(count)) - by_index.keys()):
         raise LaunchError(
-            f"no result has come from instance {missing[0]} of {count}, though its process has ended "
-            "without an error; let the function return there, and do not call os._exit",
+            f"poprun has ended with status {exit_status}, but no result has come from instance {missing[0]}; let the "
+            "function return on every instance, do not call os._exit, and leave out options that start no job, such as "
+            "--dry-run",
             exit_status,
         )
     return [_value_of(by_index[index], exit_status) for index in range(count)]
 
 
-def _value_of(result: Result, exit_status: int) -> Any:
+def _value_of(result: InstanceResult, exit_status: int) -> object:
     try:
         return unpack(result.parts)
     except Exception as error:
@@ -141,12 +135,12 @@ def _value_of(result: Result, exit_status: int) -> Any:
         ) from error
 
 
-def cause_of(reports: Sequence[Report]) -> Exception | None:
+def cause_of(reports: Sequence[InstanceReport]) -> Exception | None:
     """Return the exception to raise after a failure: the first that follows from no other instance's end.
 
     Its notes name the failures of the other instances. None: no instance has reported an exception.
     """
-    failures = [report for report in reports if isinstance(report, Failure)]
+    failures = [report for report in reports if isinstance(report, InstanceFailure)]
     if not failures:
         return None
     cause = min(failures, key=lambda failure: failure.follows)

@@ -16,7 +16,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from popdist.errors import LaunchError
 from popdist.launching.channel import Part
@@ -36,14 +36,17 @@ def pack(value: object) -> list[Part]:
     """
     cloudpickle = _cloudpickle()
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # of Any for mypy
-        """A pickler that keeps the file names of functions, which tracebacks show; cloudpickle 3.1 drops them."""
+    # Tracebacks show the file names of functions, and cloudpickle 3.1 drops them.
+    table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
 
-        dispatch_table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+    def refuse_devices(self: object, value: object) -> object:
+        _refuse_device_array(value)
+        return cloudpickle.Pickler.reducer_override(self, value)
 
+    pickler = type("Pickler", (cloudpickle.Pickler,), {"dispatch_table": table, "reducer_override": refuse_devices})
     buffers: list[pickle.PickleBuffer] = []
     pickled = io.BytesIO()
-    Pickler(pickled, protocol=_PROTOCOL, buffer_callback=buffers.append).dump(value)
+    pickler(pickled, protocol=_PROTOCOL, buffer_callback=buffers.append).dump(value)
     return [pickled.getbuffer(), *(buffer.raw() for buffer in buffers)]
 
 
@@ -59,6 +62,20 @@ def _cloudpickle() -> ModuleType:
     return module
 
 
+def _refuse_device_array(value: object) -> None:
+    """Refuse an array of JAX on an accelerator: loading it would start JAX before the strategy can configure it.
+
+    On CPUs, poprun has set in the environment what JAX needs for equal bits.
+
+    Raises:
+        TypeError: The value is such an array.
+    """
+    if type(value).__module__.partition(".")[0] != "jaxlib" or not callable(devices := getattr(value, "devices", None)):
+        return
+    if others := {device.platform for device in devices()} - {"cpu"}:
+        raise TypeError(f"an array of JAX on a {others.pop()} would start JAX there before a strategy; use np.asarray")
+
+
 def _reduce_code(code: CodeType) -> tuple[object, ...]:
     return _code_in_file, (code.co_filename, *_cloudpickle().Pickler.dispatch_table[CodeType](code))
 
@@ -67,7 +84,7 @@ def _code_in_file(file: str, make: Callable[..., CodeType], args: tuple[object, 
     return make(*args).replace(co_filename=file)
 
 
-def unpack(parts: Sequence[Part]) -> Any:
+def unpack(parts: Sequence[Part]) -> object:
     """Return the value of `pack`; its arrays use the memory of the parts.
 
     Raises:

@@ -6,9 +6,9 @@ import signal
 from collections.abc import Mapping
 from dataclasses import replace
 
+from popdist.environments.poprun import NETWORK_VARIABLE
 from popdist.errors import LaunchError
-from popdist.launching.channel import Kind, Message, call
-from popdist.launching.variables import NETWORK_VARIABLE
+from popdist.launching.channel import LaunchMessage, MessageKind, call
 from poprun.errors import PopRunError
 from poprun.ipc.processes import die_with_parent
 from poprun.launch.launch import Launch
@@ -33,7 +33,7 @@ def tie_to_caller(launch: Launch, environ: Mapping[str, str]) -> tuple[Launch, d
         if launch.remote is None:
             channel.close()
             return launch, dict(environ)
-        channel.send(Message(Kind.LISTEN, [launch.remote.address.encode()]))
+        channel.send(LaunchMessage(MessageKind.LISTEN, [launch.remote.address.encode()]))
         port = bytes(channel.receive().parts[0]).decode()
         channel.close()
     except (LaunchError, OSError) as error:

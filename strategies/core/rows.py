@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 
@@ -53,7 +53,7 @@ class EvaluationTask(ABC):
             mask: Bool `[rows]`, False for padding.
         """
 
-    def sums_of_weights(self, merged: Mapping[str, Any]) -> Sequence[Number]:
+    def sums_of_weights(self, merged: Mapping[str, Tree]) -> Sequence[Number]:
         """Return sums of the weights of all rows, NaN if one is bad; empty if the task knows no weights.
 
         Args:

@@ -7,10 +7,10 @@ loss. Otherwise replicas divide each loss by the mean of their divisors, with a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,7 @@ class LossDivision:
         self.is_weighted = False
         self._functions = functions
         self._may_meet = may_meet
-        self._chosen: dict[Any, bool] = {}
+        self._chosen: dict[Hashable, bool] = {}
 
     def rule(self, variables: Variables, others: Values, metrics: Values, batch: Batch) -> NotedDivisors | Rule:
         """Return the rule for a batch; shapes and dtypes of the arguments are enough.

@@ -77,7 +77,7 @@ def ask_of_divided_losses(rule_of: Callable[[], Callable[[jax.Array, jax.Array],
         rule_of: Returns the present rule, or None. The rule gets the loss and the sum over rows by which Keras has
             divided it, and returns the loss to use.
     """
-    reduce_: Any = loss_module.reduce_weighted_values
+    reduce_: Callable[..., jax.Array] = loss_module.reduce_weighted_values
 
     @functools.wraps(reduce_)
     def reduce_and_ask(
@@ -88,7 +88,7 @@ def ask_of_divided_losses(rule_of: Callable[[], Callable[[jax.Array, jax.Array],
         dtype: str | None = None,
     ) -> Array:
         rule = rule_of()
-        loss: jax.Array = reduce_(values, sample_weight, mask, reduction, dtype)
+        loss = reduce_(values, sample_weight, mask, reduction, dtype)
         if rule is None:
             return loss
         divisor = _divisor(keras.ops.convert_to_tensor(values, dtype=dtype), sample_weight, mask, reduction)

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from collectives import Communicator
-from strategies.errors import StrategyError
+from strategies.errors import StrategyError, WeightError
 from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.outcomes import weighted_loss
 from strategies.torch.pass_weights import Weighing
@@ -25,7 +25,7 @@ _STARTS = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 class Model(Protocol):
     """A model whose gradients are exchanged. `BackwardPasses` calls its methods in the order below.
 
-    `backward()` raises the first error of a method, and no further model is concluded.
+    `backward()` raises the first error of a method, and no further model is concluded, except after a `WeightError`.
     """
 
     @property
@@ -190,8 +190,14 @@ class BackwardPasses:
         self._begin_ready(passes)
         for future in [future for model_pass in passes for future in model_pass.begun]:
             future.result()
+        without_mean = None
         for model_pass in passes:
-            model_pass.model.conclude(model_pass)
+            try:
+                model_pass.model.conclude(model_pass)
+            except WeightError as error:  # on all instances: the other models are concluded as usual
+                without_mean = error
+        if without_mean is not None:
+            raise without_mean
 
 
 _passes: WeakKeyDictionary[Communicator, BackwardPasses] = WeakKeyDictionary()

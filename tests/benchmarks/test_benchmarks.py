@@ -56,6 +56,7 @@ CASES = [
     ("overlap.py --batch-sizes 2 --rate 1gbit --delay-ms 0.5 --rounds 1 --steps 1", ON_HOSTS),
     ("overlap.py --gradient-transfer-dtype int8 --batch-sizes 2 --rate 1gbit --rounds 1 --steps 1", ON_HOSTS),
     ("pipelines.py --layers 1 --width 4 --batch-size 2 --micro-batches 8 --rounds 1 --kept-mib 2", COMPLETE),
+    ("process_group.py --sizes 4K 1M --models cnn --rounds 2", (*COMPLETE, needs("torch"))),
     ("recomputation.py --layers 4 --width 4 --batch-size 2 --rounds 1", COMPLETE),
     ("sharded_state.py --instances 2 --width 64 " + FEW, COMPLETE),
     ("simulated.py --instances 2 --sizes 64K --rounds 1 --block-s 0.05", ON_HOSTS),

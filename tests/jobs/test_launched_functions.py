@@ -31,38 +31,30 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- from a test
 
 
-def whoami(greeting: str) -> tuple[int, int, int]:
+def sum_over(data: np.ndarray, greeting: str) -> tuple[int, bytes]:
     popdist.init()
     popdist.init()
-    print(greeting, popdist.getInstanceIndex())
+    here = popdist.instance()
+    print(greeting, here.index)
     print("trouble", file=sys.stderr)
-    here = popdist.instance()
-    return here.index, here.count, here.replica_offset
-
-
-@pytest.mark.usefixtures("allowed")
-def test_a_test_launches_a_function_on_three_instances(capsys):
-    results = popdist.launch(whoami, "instance", num_instances=3, num_replicas=6)
-    assert results == [(0, 3, 0), (1, 3, 2), (2, 3, 4)]
-    shown = capsys.readouterr()
-    assert sorted(shown.out.splitlines()) == [f"[1,{index}]<stdout>:instance {index}" for index in range(3)]
-    assert sorted(shown.err.splitlines()) == [f"[1,{index}]<stderr>:trouble" for index in range(3)]
-
-
-def sum_over(data: np.ndarray) -> bytes:
-    popdist.init()
-    here = popdist.instance()
     own = list(data[here.replica_offset :][: here.local_replicas])
-    return popdist.communicator().ordered_all_reduce(own, np.empty_like(data[0]), "sum").tobytes()
+    total = popdist.communicator().ordered_all_reduce(own, np.empty_like(data[0]), "sum")
+    return here.index, total.tobytes()
 
 
 @pytest.mark.usefixtures("allowed")
-def test_a_launched_function_has_the_same_bits_on_any_number_of_instances(seed):
+def test_a_function_of_a_test_has_the_same_bits_on_any_number_of_instances(seed, capsys):
     data = np.random.default_rng(seed).standard_normal((REPLICAS, 1001)).astype(np.float32)
     expected = ((data[0] + data[1]) + (data[2] + data[3])).tobytes()
     for instances in (1, 2, 4):
-        found = popdist.launch(sum_over, data, num_instances=instances, num_replicas=REPLICAS)
-        assert found == [expected] * instances
+        found = popdist.launch(sum_over, data, "instance", num_instances=instances, num_replicas=REPLICAS)
+        assert found == [(index, expected) for index in range(instances)]
+        shown = capsys.readouterr()
+        tags = [f"[1,{index}]" for index in range(instances)]
+        plain = "" if instances == 1 else "<stdout>:"
+        out = [f"{tag * bool(plain)}{plain}instance {index}" for index, tag in enumerate(tags)]
+        assert sorted(shown.out.splitlines()) == out
+        assert sorted(shown.err.splitlines()) == [f"{tag}<stderr>:trouble" for tag in tags]
 
 
 # ---- from a script
@@ -90,7 +82,15 @@ class Point:
 def use_globals():
     popdist.init()
     big[0] += popdist.getInstanceIndex()
-    return Point(float(big.sum()))
+    try:
+        popdist.launch(fail)
+    except popdist.LifeCycleError as error:
+        return Point(float(big.sum())), str(error)
+
+
+def leave():
+    popdist.init()
+    sys.exit(3 * popdist.getInstanceIndex())
 
 
 def fail():
@@ -98,10 +98,6 @@ def fail():
     if popdist.getInstanceIndex() == 1:
         raise Unlucky(1, "no luck")
     popdist.synchronize()
-
-
-def launch_again():
-    popdist.launch(fail)
 
 
 def nothing_to_send():
@@ -116,16 +112,15 @@ def tell(call, *args, **options):
 
 
 found = popdist.launch(use_globals, num_instances=2)
-said["points"] = [isinstance(point, Point) and point.x - big.sum() for point in found]
+said["points"] = [isinstance(point, Point) and point.x - big.sum() for point, _ in found]
+said["nested"] = found[1][1]
 try:
     popdist.launch(fail, num_instances=2)
 except Unlucky as error:
     said["unlucky"] = [error.index, error.__notes__[0].split(" on ")[0], str(error.__cause__)]
-tell(popdist.launch, launch_again)
 tell(popdist.launch, nothing_to_send)
-tell(popdist.launch, lambda: sys.exit(3))
+tell(popdist.launch, leave, num_instances=2)
 tell(popdist.launch, fail, num_instances=2, num_replicas=3)
-said["exits"] = popdist.launch(sys.exit)
 print(json.dumps(said))
 """
 
@@ -140,17 +135,15 @@ def test_a_script_gets_results_and_exceptions_of_its_own_classes(tmp_path):
     assert (index, note) == (1, "raised by instance 1")
     assert f'File "{script}", line ' in trace
     assert 'raise Unlucky(1, "no luck")' in trace
-    assert "worker.py" not in trace
+    assert "launched.py" not in trace
     assert finished.stderr.count("Traceback") == 0, "what the launching process raises is not printed too"
-    assert said["launch_again"][0] == "LifeCycleError"
-    assert "called inside a job: this process belongs to instance 0 of 1" in said["launch_again"][1]
+    assert "called inside a job: this process belongs to instance 1 of 2" in said["nested"]
     assert said["nothing_to_send"][0] == "TypeError"
     assert "the result of the function, a lock, cannot be pickled" in said["nothing_to_send"][1]
-    assert said["<lambda>"][::2] == ["LaunchError", 3]
-    assert "ended with exit status 3" in said["<lambda>"][1]
+    assert said["leave"][::2] == ["LaunchError", 3]
+    assert "ended with exit status 3" in said["leave"][1]
     assert said["fail"][::2] == ["LaunchError", 2]
     assert "replicas must divide evenly" in said["fail"][1]
-    assert said["exits"] == [None]
 
 
 WAITING = """
@@ -194,6 +187,13 @@ def test_nothing_is_left_of_a_job_whose_launching_process_is_killed(number):
 
 
 # ---- slower ones
+
+
+@pytest.mark.complete
+@pytest.mark.usefixtures("allowed")
+def test_a_function_that_exits_with_success_returns_nothing():
+    assert popdist.launch(sys.exit, num_instances=2) == [None, None]
+
 
 TEST_FILE = """
 import popdist

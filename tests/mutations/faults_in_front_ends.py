@@ -204,8 +204,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="16-bit gradients are divided by the loss scale in 16 bits",
         path="strategies/torch/gradient_exchange.py",
-        old="mean.copy_(received.to(wide) / scale)",
-        new="mean.copy_(received / scale)",
+        old="wide = received.to(torch.promote_types(received.dtype, torch.float32)) if divisors else received",
+        new="wide = received",
         caught_by="tests/strategies/on_torch/test_torch_trainer.py::TestLossScaling::test_gradients_of_16_bits_are_divided_in_32",
     ),
     Fault(
@@ -253,8 +253,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="micro-batches of a module are not divided by their number",
         path="strategies/torch/replica_run.py",
-        old="elif divisor != 1:",
-        new="elif divisor < 1:",
+        old="        if divisor != 1:\n",
+        new="        if divisor < 1:\n",
         caught_by="tests/strategies/on_torch/test_poptorch.py::TestTraining::test_gradients_are_reduced_over_micro_batches_and_replicas",
     ),
     Fault(
@@ -302,8 +302,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="gradients of PyTorch are divided before map_gradient gets them",
         path="strategies/torch/replica_run.py",
-        old="elif divisor != 1:",
-        new="if divisor != 1:",
+        old="            self._map.begin(number, scale, divisor, weight)\n",
+        new="            self._map.begin(number, scale, divisor, weight)\n            loss = loss / divisor\n",
         caught_by="tests/strategies/on_torch/test_torch_mapped_gradients.py::TestTheOption::test_gradients_are_mapped_before_division_and_summation",
     ),
     Fault(
@@ -337,13 +337,13 @@ IN_FRONT_ENDS = (
     Fault(
         name="a loss scale is removed in 16 bits",
         path="strategies/torch/gradient_exchange.py",
-        old="wide = torch.promote_types(received.dtype, torch.float32)",
-        new="wide = received.dtype",
+        old="wide = wide / divisor",
+        new="wide = wide.to(received.dtype) / divisor",
         caught_by="tests/strategies/on_torch/test_torch_updates.py::test_a_loss_scale_is_removed_in_32_bits_if_gradients_travel_in_16",
     ),
     Fault(
         name="a loss with an axis of one element is refused",
-        path="strategies/torch/replica_run.py",
+        path="strategies/torch/outcomes.py",
         old="loss.numel() != 1",
         new="loss.ndim",
         caught_by="tests/strategies/on_torch/test_torch_updates.py::test_a_loss_can_have_axes_of_one_element",
@@ -414,8 +414,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="gradients of two models have the same names",
         path="strategies/torch/gradient_averaging.py",
-        old='self._title = "gradients" if self._passes.models == 1 else',
-        new='self._title = "gradients" if self._passes.models else',
+        old='self._title = "gradients" if self.passes.models == 1 else',
+        new='self._title = "gradients" if self.passes.models else',
         caught_by="tests/strategies/on_torch/test_gradient_averaging.py::TestSeveralModels::test_models_used_in_different_orders_are_an_error",
     ),
     Fault(
@@ -428,7 +428,7 @@ IN_FRONT_ENDS = (
     Fault(
         name="LBFGS decides by the loss of one instance",
         path="strategies/torch/loop_state.py",
-        old="return torch.tensor(float(mean),",
+        old="return torch.tensor(float(mean / of_weights),",
         new="return torch.tensor(float(loss),",
         caught_by="tests/strategies/on_torch/test_gradient_averaging.py::TestBackwardPasses::test_optimizers_that_read_the_loss_make_equally_many_passes_everywhere",
     ),

@@ -9,20 +9,21 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from test_spawned import LAUNCHERS
 
+from popdist.environments.poprun import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from popdist.environments.single import ALONE_VARIABLE
 from popdist.errors import LaunchError, LifeCycleError
+from popdist.launcher import job_environment, launch, poprun_words
 from popdist.launching import channel
-from popdist.launching.channel import Kind, Message
-from popdist.launching.launch import job_environment, launch, poprun_words
-from popdist.launching.reception import Reception
-from popdist.launching.reports import Failure, Result, Sender, cause_of, read_report, results_of
+from popdist.launching.channel import LaunchMessage, MessageKind
+from popdist.launching.reception import FunctionReception
+from popdist.launching.reports import InstanceFailure, InstanceResult, ReportSender, cause_of, read_report, results_of
 from popdist.launching.travelling import pack, pack_call, sources_of_main, unpack
-from popdist.launching.variables import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from popdist.records.proofs import RANDOM_BYTES, prove
 from popdist.xla import POOL_VARIABLE, fix_thread_pool, without_own_setting
 
@@ -45,12 +46,12 @@ def spring() -> None:
 
 
 @pytest.fixture
-def reception() -> Iterator[Reception]:
-    with Reception(pack_call(len, ["abc"])) as opened:
+def reception() -> Iterator[FunctionReception]:
+    with FunctionReception(pack_call(len, ["abc"])) as opened:
         yield opened
 
 
-def stranger_at(reception: Reception) -> socket.socket:
+def stranger_at(reception: FunctionReception) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(LIMIT_S)
     connection.connect("\0" + reception.variables[ADDRESS_VARIABLE])
@@ -68,10 +69,10 @@ def everything_from(connection: socket.socket) -> bytes:
     return came
 
 
-def asked_function(reception: Reception) -> list[object]:
+def asked_function(reception: FunctionReception) -> list[object]:
     caller = channel.call(reception.variables)
     caller.limit(LIMIT_S)
-    caller.send(Message(Kind.READY))
+    caller.send(LaunchMessage(MessageKind.READY))
     _, *parts = caller.receive().parts
     caller.close()
     return unpack(parts)
@@ -150,7 +151,7 @@ def test_an_instance_takes_nothing_from_a_false_launcher():
 
 
 def test_a_launcher_that_has_ended_is_named():
-    with Reception([b""]) as ended:
+    with FunctionReception([b""]) as ended:
         variables = ended.variables
     with pytest.raises(LaunchError, match=r"the process that called popdist\.launch cannot be reached"):
         channel.call(variables)
@@ -159,7 +160,7 @@ def test_a_launcher_that_has_ended_is_named():
 
 
 def test_a_reception_leaves_no_thread_and_wakes_the_callers_that_wait():
-    with Reception(pack_call(len, ["abc"])) as opened:
+    with FunctionReception(pack_call(len, ["abc"])) as opened:
         caller = channel.call(opened.variables)
     with pytest.raises(OSError, match=r".*"):
         caller.receive()
@@ -209,6 +210,18 @@ def test_an_object_that_cannot_travel_is_named():
         pack_call(print, [lock])
 
 
+def test_an_array_of_jax_travels_from_a_cpu_and_not_from_an_accelerator():
+    import jax.numpy as jnp
+
+    start = jnp.arange(3.0)
+    function, _ = unpack(pack_call(lambda: start, ()))
+    assert np.array_equal(function(), start)
+    device = SimpleNamespace(platform="gpu")
+    on_gpu = type("ArrayImpl", (), {"__module__": "jaxlib._jax", "devices": lambda self: [device]})()
+    with pytest.raises(TypeError, match="refers to on_gpu, a ArrayImpl, which .* an array of JAX on a gpu would start"):
+        pack_call(lambda: on_gpu, ())
+
+
 def test_without_cloudpickle_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(LaunchError, match=r"pip install 'popdist-everywhere\[notebook\]'"):
@@ -229,21 +242,25 @@ def test_functions_of_modules_that_instances_cannot_import_travel_by_value(monke
 # ---- reports
 
 
-def sent(report: Result | Failure) -> Result | Failure:
+def sent(report: InstanceResult | InstanceFailure) -> InstanceResult | InstanceFailure:
     message = report.pack()
-    return read_report(Message(message.kind, [bytes(part) for part in message.parts]))
+    return read_report(LaunchMessage(message.kind, [bytes(part) for part in message.parts]))
 
 
-def result(value: object, index: int, count: int = 2, attempt: int = 0) -> Result:
-    found = sent(Result(Sender(index, count, "h0", attempt), pack(value)))
-    assert isinstance(found, Result)
+def result(value: object, index: int, count: int = 2, attempt: int = 0) -> InstanceResult:
+    found = sent(InstanceResult(ReportSender(index, count, "h0", attempt), pack(value)))
+    assert isinstance(found, InstanceResult)
     return found
 
 
-def failure(error: Exception, index: int = 0, follows: bool = False, parts: list[bytes] | None = None) -> Failure:
+def failure(
+    error: Exception, index: int = 0, follows: bool = False, parts: list[bytes] | None = None
+) -> InstanceFailure:
     parts = pack(error) if parts is None else parts
-    found = sent(Failure(Sender(index, 2, "h0"), f"{type(error).__name__}: {error}", "  in f\n", follows, parts))
-    assert isinstance(found, Failure)
+    found = sent(
+        InstanceFailure(ReportSender(index, 2, "h0"), f"{type(error).__name__}: {error}", "  in f\n", follows, parts)
+    )
+    assert isinstance(found, InstanceFailure)
     return found
 
 
@@ -256,9 +273,9 @@ def test_only_results_of_the_last_attempt_count():
     assert results_of([old, failure(ValueError()), *new], 0) == ["new", "newer"]
 
 
-@pytest.mark.parametrize(("reports", "said"), [([], "no instance has run"), ([0], "from instance 1 of 2")])
-def test_a_missing_result_is_an_error(reports, said):
-    with pytest.raises(LaunchError, match=said) as caught:
+@pytest.mark.parametrize(("reports", "missing"), [([], 0), ([0], 1), ([1], 0)])
+def test_a_missing_result_is_an_error(reports, missing):
+    with pytest.raises(LaunchError, match=f"no result has come from instance {missing}; let") as caught:
         results_of([result("a", index) for index in reports], 0)
     assert caught.value.exit_status == 0
 

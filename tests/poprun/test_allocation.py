@@ -81,25 +81,26 @@ MPIJOB_FILES = {
     "/etc/mpi/hostfile": "digits-worker-0.digits.default.svc slots=2\ndigits-worker-1.digits.default.svc slots=2\n"
 }
 
-SGE_FILE = "/var/spool/gridengine/execd/n01/active_jobs/42.1/pe_hostfile"
+SGE_FILE = "/var/spool/gridengine/execd/h0/active_jobs/1.1/pe_hostfile"
 SGE = {
     "ARC": "lx-amd64",
-    "ENVIRONMENT": "BATCH",
-    "JOB_ID": "42",
-    "JOB_NAME": "train",
-    "NHOSTS": "2",
-    "NQUEUES": "3",
+    "HOSTNAME": "h0",
+    "JOB_ID": "1",
+    "JOB_NAME": "job.sh",
+    "NHOSTS": "3",
+    "NQUEUES": "4",
     "NSLOTS": "7",
     "PE": "mpi",
     "PE_HOSTFILE": SGE_FILE,
     "QUEUE": "all.q",
     "SGE_CELL": "default",
     "SGE_ROOT": "/var/lib/gridengine",
+    "SGE_TASK_ID": "undefined",
+    "TMP": "/tmp/1.1.all.q",
 }
-"""`qsub -pe mpi 7`, Son of Grid Engine 8.1.9 (sge_pe(5)); n02 gives slots of two queues."""
+"""`qsub -pe mpi 7` on three hosts with two queues, Son of Grid Engine 8.1.9."""
 SGE_FILES = {
-    SGE_FILE: "n01.cluster 4 all.q@n01.cluster UNDEFINED\nn02.cluster 2 all.q@n02.cluster <NULL>\n"
-    "n02.cluster 1 night.q@n02.cluster 0,1\n"
+    SGE_FILE: "h0 2 all.q@h0 UNDEFINED\nh1 2 all.q@h1 UNDEFINED\nh2 2 all.q@h2 UNDEFINED\nh0 1 night.q@h0 UNDEFINED\n"
 }
 
 SKYPILOT = {
@@ -204,7 +205,7 @@ PATH = "/etc/mpi/hostfile"
             "the MPI job of Kubernetes",
             id="a-trainjob-is-known-by-the-path",
         ),
-        pytest.param(SGE, SGE_FILES, {"n01.cluster": 4, "n02.cluster": 3}, "Grid Engine job 42", id="queues-add-up"),
+        pytest.param(SGE, SGE_FILES, {"h0": 3, "h1": 2, "h2": 2}, "Grid Engine job 1", id="queues-add-up"),
         pytest.param(
             SKYPILOT,
             {},

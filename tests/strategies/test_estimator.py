@@ -9,17 +9,18 @@ import numpy as np
 import optax
 import pytest
 from estimator_parts import Seen, config_of, increasing
+from tiers import also
 
 import strategies
 from strategies.compat import estimator as est
 from strategies.compat.estimator import (
     CrossReplicaOptimizer,
+    EstimatorOptimizer,
     EvalSpec,
     IPUEstimator,
     IPUEstimatorSpec,
     IPURunConfig,
     ModeKeys,
-    Optimizer,
     RunConfig,
     TrainSpec,
     train_and_evaluate,
@@ -93,7 +94,7 @@ def test_gradients_of_workers_are_averaged_by_a_host_call(on_instances, instance
         def model_fn(features, labels, mode):
             w = est.get_variable("w", initializer=2.0)
             loss = jnp.mean((w * features - labels) ** 2)
-            optimizer = Optimizer(optax.sgd(0.5))
+            optimizer = EstimatorOptimizer(optax.sgd(0.5))
             gradients, variables = zip(*optimizer.compute_gradients(loss), strict=True)
 
             def apply(*gradients):
@@ -138,7 +139,7 @@ def test_losses_of_workers_are_added_and_those_of_replicas_averaged():
     assert seen.losses == [(0 + 1) / 2 + (4 + 5) / 2, (2 + 3) / 2 + (6 + 7) / 2]
 
 
-@pytest.mark.parametrize("instances", [1, 2, 4])
+@pytest.mark.parametrize("instances", [1, also(2), 4])
 def test_training_has_the_bits_of_a_trainer(on_instances, instances, tmp_path):
     """Four workers; the variables do not depend on the number of instances."""
     random = np.random.default_rng(0)
@@ -150,7 +151,7 @@ def test_training_has_the_bits_of_a_trainer(on_instances, instances, tmp_path):
 
     def model_fn(features, labels, mode):
         loss = loss_of(est.get_variable("w", initializer=first), est.get_variable("b"), features["x"], labels)
-        return IPUEstimatorSpec(mode, loss=loss, train_op=Optimizer(optax.adam(0.1)).minimize(loss))
+        return IPUEstimatorSpec(mode, loss=loss, train_op=EstimatorOptimizer(optax.adam(0.1)).minimize(loss))
 
     def input_fn(mode, params, input_context):
         own, size = slice(input_context.input_pipeline_id, None, 4), params["batch_size"]
@@ -191,7 +192,7 @@ def test_the_loss_that_is_trained_may_be_another_than_the_loss_that_is_reported(
 
     def model_fn(features, mode):
         w = est.get_variable("w", initializer=1.0)
-        train_op = Optimizer(optax.sgd(1.0)).minimize(3 * w)
+        train_op = EstimatorOptimizer(optax.sgd(1.0)).minimize(3 * w)
         return IPUEstimatorSpec(mode, loss=w + 10, train_op=train_op)
 
     estimator = IPUEstimator(model_fn).train(increasing(3), [seen], steps=2)
@@ -202,7 +203,9 @@ def test_only_the_given_variables_are_trained():
     def model_fn(features, mode):
         v, w = est.get_variable("v", initializer=1.0), est.get_variable("w", initializer=1.0)
         loss = v + 2 * w
-        return IPUEstimatorSpec(mode, loss=loss, train_op=Optimizer(optax.sgd(1.0)).minimize(loss, var_list=[w]))
+        return IPUEstimatorSpec(
+            mode, loss=loss, train_op=EstimatorOptimizer(optax.sgd(1.0)).minimize(loss, var_list=[w])
+        )
 
     estimator = IPUEstimator(model_fn).train(increasing(3), steps=1)
     assert [estimator.get_variable_value(name) for name in ("v", "w")] == [1, -1]
@@ -222,7 +225,9 @@ def test_the_global_step_is_that_before_the_loop():
 def test_an_increment_of_the_global_step_is_refused():
     def model_fn(features, mode):
         loss = est.get_variable("w")
-        return IPUEstimatorSpec(mode, loss=loss, train_op=Optimizer(optax.sgd(1)).minimize(loss, est.get_global_step()))
+        return IPUEstimatorSpec(
+            mode, loss=loss, train_op=EstimatorOptimizer(optax.sgd(1)).minimize(loss, est.get_global_step())
+        )
 
     with pytest.raises(ValueError, match="global_step"):
         IPUEstimator(model_fn).train(increasing(3), steps=1)
@@ -280,7 +285,7 @@ def test_a_host_function_without_a_result_is_refused():
 def test_a_host_function_that_applies_no_gradients_is_refused():
     def model_fn(features, mode):
         loss = est.get_variable("w")
-        [(gradient, _)] = Optimizer(optax.sgd(1)).compute_gradients(loss)
+        [(gradient, _)] = EstimatorOptimizer(optax.sgd(1)).compute_gradients(loss)
         return IPUEstimatorSpec(mode, loss=loss, train_op=loss, host_call=(lambda gradient: 0, [gradient]))
 
     with pytest.raises(ValueError, match="return apply_gradients"):
@@ -288,7 +293,7 @@ def test_a_host_function_that_applies_no_gradients_is_refused():
 
 
 def test_a_changed_gradient_is_refused():
-    optimizer = Optimizer(optax.sgd(1))
+    optimizer = EstimatorOptimizer(optax.sgd(1))
     with pytest.raises(TypeError, match="MapGradientOptimizer"):
         optimizer.apply_gradients([(np.ones(1), None)])
 
@@ -323,7 +328,7 @@ def test_several_iterations_with_a_strategy_are_not_implemented(is_scope, strate
 def test_replicas_without_a_cross_replica_optimizer_are_refused():
     def model_fn(features, mode):
         loss = est.get_variable("w") * features
-        return IPUEstimatorSpec(mode, loss=loss, train_op=Optimizer(optax.sgd(1)).minimize(loss))
+        return IPUEstimatorSpec(mode, loss=loss, train_op=EstimatorOptimizer(optax.sgd(1)).minimize(loss))
 
     with pytest.raises(ValueError, match="not a valid replicated training graph"):
         IPUEstimator(model_fn, config=config_of(4)).train(increasing(3), steps=1)
@@ -588,11 +593,15 @@ def test_evaluation_waits_for_its_time():
         (lambda: IPUEstimatorSpec("training"), ValueError, "ModeKeys"),
         (lambda: IPUEstimatorSpec("train", loss=1), ValueError, "Missing train_op"),
         (lambda: IPUEstimatorSpec("infer"), ValueError, "Missing predictions"),
-        (lambda: Optimizer("sgd"), TypeError, "optax"),
+        (lambda: EstimatorOptimizer("sgd"), TypeError, "optax"),
         (lambda: RunConfig(train_distribute="mirrored"), TypeError, "strategy|Strategy"),
         (lambda: RunConfig(save_checkpoints_steps=1, save_checkpoints_secs=1), ValueError, "both"),
         (lambda: TrainSpec(listed([1]), max_steps=-1), ValueError, "max_steps"),
-        (lambda: train_and_evaluate(None, TrainSpec(listed([1])), EvalSpec(listed([1]))), TypeError, "IPUEstimator"),
+        (
+            lambda: train_and_evaluate(None, TrainSpec(listed([1])), EvalSpec(listed([1]))),
+            TypeError,
+            "an object of Estimator",
+        ),
         (lambda: est.get_variable("w"), RuntimeError, "outside of model_fn"),
     ],
 )
@@ -643,3 +652,34 @@ def test_random_keys_differ_for_replicas_and_steps():
 
     IPUEstimator(model_fn, config=config_of(2)).train(increasing(3), steps=2)
     assert len(set(keys)) == 4
+
+
+def test_training_goes_on_after_an_error():
+    class Fails:
+        def after_run(self, estimator, run_values):
+            raise KeyError("of the user")
+
+    estimator = IPUEstimator(square)
+    with pytest.raises(KeyError):
+        estimator.train(pairs([[1]] * 3, [[1]] * 3), [Fails()], steps=3)
+    seen = Seen()
+    estimator.train(pairs([[1]], [[1]]), [seen])
+    assert seen.steps == [2]
+
+
+def test_float64_is_trained_as_float32():
+    estimator = IPUEstimator(square).train(lambda: [(np.ones((2, 1)), np.zeros((2, 1)))])
+    assert estimator.get_variable_value("w") == 0
+
+
+def test_all_workers_end_with_the_first_that_has_no_batch(on_instances, caplog):
+    def run(strategy):
+        def input_fn(input_context):
+            return pairs([[1]] * (2 + input_context.input_pipeline_id), [[1]] * (2 + input_context.input_pipeline_id))()
+
+        seen = Seen()
+        IPUEstimator(square, config=RunConfig(train_distribute=strategy)).train(input_fn, [seen])
+        return seen.steps
+
+    assert on_instances(2, 2, run) == [[1, 2], [1, 2]]
+    assert "instance 0 ran out of data after 2 steps" in caplog.text

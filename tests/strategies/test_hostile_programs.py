@@ -11,11 +11,12 @@ import pytest
 from losing import OnMessage
 from standby_instances import run_with_spares
 from surviving_instances import Threads, run_instances
+from tiers import first_of
 
 import strategies
 from collectives import ThreadHub
 from popdist.errors import LifeCycleError
-from strategies import NonFiniteGradientError, SpareError, StrategyError
+from strategies import SpareError, StrategyError, UnappliedStepError
 
 REPLICAS = 6
 
@@ -158,26 +159,35 @@ def sometimes_infinite(variables, batch, key):
     return jnp.where((batch["x"][:, 0] > 1.8).any(), jnp.nan, 1.0) * loss_fn(variables, batch, key)
 
 
-def catching(strategy):
-    trainer, state = begun(strategy, loss_fn=sometimes_infinite, check_numerics=True)
+def sometimes_negative(variables, batch, key):
+    weight = jnp.where((batch["x"][:, 0] > 1.8).any(), -1.0, 1.0)
+    return strategies.Outcome(loss_fn(variables, batch, key), weight=weight)
+
+
+def catching_weights(strategy):
+    return catching(strategy, sometimes_negative)
+
+
+def catching(strategy, loss=sometimes_infinite):
+    trainer, state = begun(strategy, loss_fn=loss, check_numerics=True)
     found = []
     for batch in strategy.distribute_dataset({"x": rows()}, 2, seed=3).epoch(0):
         try:
             state, metrics = trainer.step(state, batch)
             found.append(metrics["loss"])
-        except NonFiniteGradientError as error:
-            found.append(str(error))
+        except UnappliedStepError as error:
+            found.append(f"{type(error).__name__}: {error}")
     return found, strategies.fingerprint(state)
 
 
-def lose_at_message(number, spares):
+def lose_at_message(number, spares, training=catching):
     """Lose instance 1 of 3 at a message of the whole program; return whether there is such a message."""
     fault = OnMessage(1, number)
 
     def program(strategy):
         if strategy.replicas.first_index == 1:
             fault.begin()
-        found = catching(strategy)
+        found = training(strategy)
         if strategy.replicas.first_index == 1:
             fault.end()
         return found
@@ -188,7 +198,7 @@ def lose_at_message(number, spares):
     else:
         found = run_instances(3, REPLICAS, program, mechanism="ring", hub=hub)
     assert found.count(None) == fault.has_struck
-    assert [each for each in found if isinstance(each, tuple)] == [alone(catching)] * (3 - fault.has_struck + spares)
+    assert [each for each in found if isinstance(each, tuple)] == [alone(training)] * (3 - fault.has_struck + spares)
     return fault.has_struck
 
 
@@ -198,6 +208,12 @@ def test_an_error_that_some_instances_have_caught_reaches_the_others(number, spa
     """At message 5 an instance is late by the start of the training, at message 15 by an error."""
     assert sum(isinstance(each, str) for each in alone(catching)[0]) == 3
     assert lose_at_message(number, spares)
+
+
+@pytest.mark.parametrize("spares", first_of([1, 0]))
+def test_the_kind_of_an_error_reaches_the_others(spares):
+    assert [str(each)[:12] for each in alone(catching_weights)[0]].count("WeightError:") == 3
+    assert lose_at_message(15, spares, catching_weights)
 
 
 @pytest.mark.complete

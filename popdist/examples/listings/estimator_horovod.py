@@ -60,7 +60,7 @@ def model_fn(features, labels, mode):
         accuracy = (logits.argmax(-1) == labels).mean()
         return estimator.IPUEstimatorSpec(mode, loss=loss, eval_metric_ops={"accuracy": accuracy})
 
-    optimizer = estimator.Optimizer(optax.sgd(0.05, momentum=0.9))
+    optimizer = estimator.EstimatorOptimizer(optax.sgd(0.05, momentum=0.9))
     grads_and_vars = optimizer.compute_gradients(loss, var_list=model.trainable_variables)
     gradients, variables = zip(*grads_and_vars, strict=True)
 

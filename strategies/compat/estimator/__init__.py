@@ -6,12 +6,13 @@ Semantics: the original's `ipu_estimator`, `ipu_pipeline_estimator` and `ipu_run
 from strategies.compat.estimator.estimator import IPUEstimator
 from strategies.compat.estimator.pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from strategies.compat.estimator.run_config import EvalSpec, IPURunConfig, ModeKeys, RunConfig, TrainSpec
-from strategies.compat.estimator.spec import CrossReplicaOptimizer, IPUEstimatorSpec, Optimizer
+from strategies.compat.estimator.spec import CrossReplicaOptimizer, EstimatorOptimizer, IPUEstimatorSpec
 from strategies.compat.estimator.train_and_evaluate import train_and_evaluate
 from strategies.compat.estimator.variables import get_global_step, get_random_key, get_variable
 
 __all__ = [
     "CrossReplicaOptimizer",
+    "EstimatorOptimizer",
     "EvalSpec",
     "IPUEstimator",
     "IPUEstimatorSpec",
@@ -19,7 +20,6 @@ __all__ = [
     "IPUPipelineEstimatorSpec",
     "IPURunConfig",
     "ModeKeys",
-    "Optimizer",
     "RunConfig",
     "TrainSpec",
     "get_global_step",

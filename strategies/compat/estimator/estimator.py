@@ -1,391 +1,40 @@
-"""Estimators: training with checkpoints, evaluation and prediction by a `model_fn`."""
+"""The estimator whose `model_fn` is a function of a batch."""
 
 from __future__ import annotations
 
-import inspect
-import itertools
-import logging
-import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Protocol, Self, TypeVar
+from collections.abc import Callable
+from typing import Any, final
 
-import numpy as np
-import optax
+from typing_extensions import override
 
-import strategies.trees as trees
-from strategies.argument_checks import positive, wrong_type
-from strategies.checkpoints.checkpoint_folder import CheckpointFolder
-from strategies.checkpoints.checkpoints import Checkpoints
-from strategies.checkpoints.loading import find_checkpoint
-from strategies.compat.estimator.network import REPORTED, UNUSED, Network, dealt
-from strategies.compat.estimator.run_config import InputFunction, ModeKeys, RunConfig, check_steps
+from strategies.compat.estimator.base import Estimator, checked, taken
+from strategies.compat.estimator.run_config import ModeKeys
 from strategies.compat.estimator.spec import IPUEstimatorSpec
-from strategies.data.sources import InputContext
-from strategies.errors import CheckpointError
-from strategies.ipu import IPUStrategy
-from strategies.strategy import Strategy, get_strategy
-from strategies.train_state import TrainState
-from strategies.trainer import Trainer
-from strategies.typing import Leaf, Tree
-
-logger = logging.getLogger(__name__)
+from strategies.typing import Tree
 
 
-class HasMode(Protocol):
-    """A result of a `model_fn`."""
+@final
+class IPUEstimator(Estimator):
+    """An estimator whose `model_fn` gets a batch and returns an `IPUEstimatorSpec`; see `Estimator`.
 
-    @property
-    def mode(self) -> str:
-        """The mode that it is for."""
-
-
-Spec = TypeVar("Spec", bound=HasMode)
-_NAME = re.compile(r"\.(?:variables|model_state)\['(.*)'\]")
-_FAR = 1 << 60
-_SIZES = {ModeKeys.TRAIN: "train_batch_size", ModeKeys.EVAL: "eval_batch_size", ModeKeys.PREDICT: "predict_batch_size"}
-
-
-class _InMemory:
-    """The checkpoints of an estimator without a folder."""
-
-    def __init__(self) -> None:
-        self.extra: dict[str, Any] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Do nothing."""
-
-    def restore(self, state: TrainState) -> TrainState:
-        return state
-
-    def save(self, state: TrainState) -> None:
-        """Do nothing."""
-
-    after_step = save
-
-
-class IPUEstimator:
-    """A model that trains, evaluates and predicts. Semantics: the original's class of that name.
-
-    Args:
-        model_fn: Function of `features` and any of `labels`, `mode`, `params` and `config`; it returns an
-            `IPUEstimatorSpec`, and is traced by JAX.
-        model_dir: Folder of checkpoints; None for that of the config, or to keep variables in memory only.
-        config: Configuration; None for a worker alone.
-        params: Dictionary for `model_fn` and `input_fn`.
-        warm_start_from: Checkpoint, or folder of checkpoints, with the first variables of a new training.
-        train_batch_size: Rows of all replicas of all workers; functions get those of one replica as
-            `params["batch_size"]`. Likewise `eval_batch_size`, and `predict_batch_size` of one worker.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If `model_fn` takes other arguments, or a batch size cannot be divided.
+    Semantics: the original's class of that name.
     """
 
     _takes = frozenset({"features", "labels"})
 
-    def __init__(
-        self,
-        model_fn: Callable[..., Any],
-        model_dir: str | Path | None = None,
-        config: RunConfig | None = None,
-        params: Mapping[str, Any] | None = None,
-        warm_start_from: str | Path | None = None,
-        train_batch_size: int | None = None,
-        eval_batch_size: int | None = None,
-        predict_batch_size: int | None = None,
-    ) -> None:
-        if not isinstance(config, RunConfig | None):
-            raise wrong_type("config", config, "use a RunConfig")
-        if not callable(model_fn):
-            raise ValueError("model_fn must be provided to Estimator, and be a function")
-        self._arguments = set(inspect.signature(model_fn).parameters)
-        others = self._arguments - self._takes - {"mode", "params", "config"}
-        if others or "features" in self._takes - self._arguments:
-            raise ValueError(f"model_fn has following not expected args: {sorted(others)}, or must include features")
-        if params is not None and "params" not in self._arguments:
-            raise ValueError("model_fn does not include params argument, but params is passed to Estimator")
-        self.model_fn, self.config, self.params = model_fn, config or RunConfig(), dict(params or {})
-        self._warm_start_from = warm_start_from
-        given = model_dir or self.config.model_dir
-        self.model_dir = None if given is None else str(given)
-        devices = self.config.devices
-        defaults = devices.ipu_options.check() if devices.ipu_options else None
-        self._alone = IPUStrategy(devices.num_replicas, devices.num_shards, defaults=defaults)
-        sizes = zip(_SIZES, (train_batch_size, eval_batch_size, predict_batch_size), strict=True)
-        self._batch_sizes = {mode: size for mode, size in sizes if size is not None}
-        if self._batch_sizes and "batch_size" in self.params:
-            raise ValueError("both the estimator and params have a batch size; give one of them")
-        for mode in self._batch_sizes:
-            self._named(mode)
-        self._training: tuple[Network, Trainer, TrainState, int] | None = None  # with the global step
-
-    def train(
-        self,
-        input_fn: InputFunction,
-        hooks: Sequence[Any] | None = None,
-        steps: int | None = None,
-        max_steps: int | None = None,
-        saving_listeners: Sequence[Any] | None = None,
-    ) -> Self:
-        """Train from the newest checkpoint in `model_dir`, and save one at the end. Collective.
-
-        Args:
-            input_fn: Function of any of `mode`, `params`, `config` and `input_context` that returns the batches of one
-                worker: an iterable of features, or of `(features, labels)`.
-            hooks: Objects with any of the methods `begin()`, `after_run(estimator, values)`, after each loop, with
-                "loss" and "global_step" in `values.results`, and `end(None)`.
-            steps: Number of iterations, a multiple of `iterations_per_loop`; None for all data.
-            max_steps: Global step at which to end, rounded up to a multiple of `iterations_per_loop`.
-            saving_listeners: Objects with any of the methods `after_save(None, global_step)`, called after checkpoints
-                before the last one, and `end(None, global_step)`.
-
-        Raises:
-            TypeError: If a function has the wrong type, or a `host_call` returns nothing.
-            ValueError: If a number of steps does not fit, or `model_fn` returns an unfit spec.
-            NotImplementedError: With a strategy, if `iterations_per_loop` is above 1.
-        """
-        strategy, devices, config = self.strategy_of(ModeKeys.TRAIN), self.config.devices, self.config
-        each, save_steps = devices.iterations_per_loop, config.save_checkpoints_steps
-        log_steps = config.log_step_count_steps
-        self._check_loops(strategy is not self._alone, steps, max_steps)
-        first, batches = self._batches(input_fn, ModeKeys.TRAIN)
-        network, trainer, state, done = self._training or self._begun(strategy, first)
-        hooks, listeners = [*(hooks or ()), *network.spec.training_hooks], saving_listeners or ()
-        workers = strategy.num_replicas_in_sync // devices.num_replicas
-        saved_at = time.monotonic()
-        with self._checkpoints(trainer) as checkpoints:
-            state = checkpoints.restore(state)
-            done = checkpoints.extra.get("global_step", done)
-            end = max_steps if steps is None else done + steps
-            _call(hooks, "begin")
-            while end is None or done < end:
-                losses, before = [], done
-                for batch in itertools.islice(batches, each // self._count):
-                    state, metrics = trainer.step(state, _with_step(batch, before))
-                    network.call_host(len(strategy.local_replicas) // devices.num_replicas, devices.num_replicas)
-                    losses.append(metrics)
-                    done += self._count
-                if not losses:
-                    break
-                if hooks or before // log_steps < done // log_steps:
-                    loss = float(np.mean([one.get(REPORTED, one["loss"]) for one in losses], dtype=np.float64))
-                    loss *= workers if network.update else 1
-                    logger.info("loss = %s, step = %d", loss, done)
-                    _call(hooks, "after_run", self, SimpleNamespace(results={"loss": loss, "global_step": done}))
-                checkpoints.extra = {"global_step": done}
-                checkpoints.after_step(state)
-                is_due = time.monotonic() - saved_at > (config.save_checkpoints_secs or 600)
-                if save_steps is not None:
-                    is_due = before // save_steps < done // save_steps
-                elif listeners:
-                    is_due = bool(strategy.broadcast(np.int32(is_due)))  # all call listeners after the same step
-                if is_due and done != end:
-                    saved_at = time.monotonic()
-                    checkpoints.save(state)
-                    self._training = network, trainer, state, done
-                    _call(listeners, "after_save", None, done)
-            checkpoints.save(state)
-        self._training = network, trainer, state, done
-        _call(listeners, "end", None, done)
-        _call(hooks, "end", None)
-        return self
-
-    def _checkpoints(self, trainer: Trainer) -> Checkpoints | _InMemory:
-        if self.model_dir is None:
-            return _InMemory()
-        return Checkpoints(self.model_dir, trainer, every=_FAR, keep=self.config.keep_checkpoint_max or _FAR)
-
-    def _begun(self, strategy: Strategy, element: Tree) -> tuple[Network, Trainer, TrainState, int]:
-        network = Network(self._model(ModeKeys.TRAIN), strategy, element, {})
-        update, replicas = network.update, self.config.devices.num_replicas
-        if update and replicas > 1 and network.is_independent and not update.optimizer.averages_replicas:
-            raise ValueError(
-                "This is not a valid replicated training graph because no cross-replica sum or mean is in it; use a "
-                "CrossReplicaOptimizer"
-            )
-        options = self._options(network.spec)
-        if update:
-            options["trainable"] = {name: name in update.names for name in network.trained}
-        optimizer = update.optimizer.opt if update else optax.set_to_zero()
-        trainer = Trainer(strategy, network.loss_fn, optimizer, self.config.tf_random_seed or 0, **options)
-        warm = self._values(self._warm_start_from)[0] if self._warm_start_from else {}
-        variables = {name: warm.get(name, value) for name, value in network.trained.items()}
-        return network, trainer, trainer.init(variables, network.state), 0
-
-    def evaluate(
-        self,
-        input_fn: InputFunction,
-        steps: int | None = None,
-        hooks: Sequence[Any] | None = None,
-        checkpoint_path: str | Path | None = None,
-        name: str | None = None,
-    ) -> dict[str, Any]:
-        """Return the metrics, the mean "loss" over batches, and the "global_step".
-
-        Args:
-            input_fn: Function as for `train`.
-            steps: Number of batches of each replica, a multiple of `iterations_per_loop`; None for all data.
-            hooks: Objects whose methods `begin()` and `end(None)` are called.
-            checkpoint_path: Checkpoint, or folder of checkpoints; None for the last training or `model_dir`.
-            name: Name of the evaluation in the log.
-        """
-        self._check_loops(False, steps, None)
-        network, trainer, state, batches, step = self._loaded(ModeKeys.EVAL, input_fn, checkpoint_path)
-        batches, hooks = itertools.islice(batches, steps), [*(hooks or ()), *network.spec.evaluation_hooks]
-        _call(hooks, "begin")
-        if network.spec.eval_metrics is None:
-            found = dict(trainer.evaluate(state, batches, metrics_fn=network.metrics_fn))
-        else:
-            found = network.host_metrics(trainer.predict(state, batches, network.arrays_fn))
-        _call(hooks, "end", None)
-        logger.info("Evaluation %s of step %d: %s", name or "", step, found)
-        return {**found, "global_step": step}
-
-    def predict(
-        self,
-        input_fn: InputFunction,
-        predict_keys: Sequence[str] | None = None,
-        hooks: Sequence[Any] | None = None,
-        checkpoint_path: str | Path | None = None,
-        yield_single_examples: bool = True,
-        num_predictions: int | None = None,
-    ) -> Iterator[Any]:
-        """Yield the predictions for each row, or for all rows of a loop, of this worker alone, in order.
-
-        Args:
-            input_fn: Function as for `train`; labels are ignored.
-            predict_keys: Keys of a dictionary of predictions to yield; None for all.
-            hooks: Objects as for `evaluate`.
-            checkpoint_path: Checkpoint as for `evaluate`.
-            yield_single_examples: Whether to yield row by row.
-            num_predictions: Number of results after which to end; None for all data.
-        """
-        network, trainer, state, batches, _ = self._loaded(ModeKeys.PREDICT, input_fn, checkpoint_path)
-        hooks = [*(hooks or ()), *network.spec.prediction_hooks]
-        _call(hooks, "begin")
-        outputs = trainer.predict(state, batches, network.arrays_fn)
-        left = _FAR if num_predictions is None else num_predictions
-        while left > 0 and (loop := list(itertools.islice(outputs, self.config.devices.iterations_per_loop))):
-            rows = trees.map(_joined, *loop)
-            rows = rows if predict_keys is None else {key: rows[key] for key in predict_keys}
-            count = len(trees.leaves(rows)[0])
-            for number in range(min(count, left) if yield_single_examples else 0):
-                yield trees.map(lambda leaf: leaf[number], rows)  # noqa: B023  called at once
-            if not yield_single_examples:
-                yield rows
-            left -= count if yield_single_examples else 1
-        _call(hooks, "end", None)
-
-    def export_saved_model(self, export_dir_base: str | Path, model: Any) -> str:
-        """Save a Keras model with the trained values as `export_dir_base/STEP.keras`, and return the path.
-
-        Args:
-            export_dir_base: Folder.
-            model: Built model with the layers that `model_fn` makes; its variables get the trained values.
-
-        Raises:
-            ValueError: If the model has a variable that was not trained.
-        """
-        from strategies.compat.estimator.keras_variables import fill  # imports Keras
-
-        values, step = self._values(None)
-        fill(model, values)
-        path = Path(export_dir_base, f"{step}.keras")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        model.save(path)
-        return str(path)
-
-    def get_variable_value(self, name: str) -> np.ndarray:
-        """Return the value of a variable; `get_variable_names` lists the names."""
-        return np.asarray(self._values(None)[0][name])
-
-    def get_variable_names(self) -> list[str]:
-        """Return the names of the variables of the last training, or of the newest checkpoint."""
-        return list(self._values(None)[0])
-
-    def latest_checkpoint(self) -> str | None:
-        """Return the path of the newest checkpoint, or None."""
-        with suppress(CheckpointError):
-            return None if self.model_dir is None else str(find_checkpoint(self.model_dir))
-        return None
-
-    def _loaded(
-        self, mode: str, input_fn: InputFunction, path: str | Path | None
-    ) -> tuple[Network, Trainer, TrainState, Iterator[Tree], int]:
-        values, step = self._values(path)
-        first, batches = self._batches(input_fn, mode)
-        network = Network(self._model(mode), self.strategy_of(mode), first, values)
-        trainer = Trainer(self.strategy_of(mode), network.loss_fn, optax.set_to_zero(), self.config.tf_random_seed or 0)
-        state = trainer.init(network.trained, network.state)
-        return network, trainer, state, (_with_step(batch, step) for batch in batches), step
-
-    def _values(self, path: str | Path | None) -> tuple[dict[str, Leaf], int]:
-        """Return the variables by name and the global step: of a checkpoint, the last training or the newest one."""
-        if self._training and path is None:
-            _, _, state, step = self._training
-            values = {**state.variables, **(state.model_state or {})}
-        elif path is None and self.latest_checkpoint() is None:
-            if self.strategy_of(ModeKeys.TRAIN).instance_index:  # only instance 0 writes
-                raise CheckpointError(f"there is no checkpoint in {self.model_dir} on this host; train first")
-            logger.info("Could not find trained model in model_dir: %s, running initialization.", self.model_dir)
-            return {}, 0
-        else:
-            found = find_checkpoint(path or str(self.model_dir))
-            training, arrays = CheckpointFolder(found.parent, keep=1).read(found)
-            values = {match[1]: arrays[name] for name in arrays if (match := _NAME.fullmatch(name))}
-            step = training.extra.get("global_step", training.step)
-        return {name: np.array(value) for name, value in values.items() if name != UNUSED}, step
-
-    def strategy_of(self, mode: str) -> Strategy:
-        """Return the strategy of a mode: of the config, of the open scope, or of this worker alone."""
-        if mode == ModeKeys.TRAIN:
-            return self.config.train_distribute or get_strategy() or self._alone
-        return (self.config.eval_distribute if mode == ModeKeys.EVAL else None) or self._alone
-
-    def _named(self, mode: str) -> dict[str, Any]:
-        """Return the arguments of functions besides the batch."""
-        params, replicas = dict(self.params), self.config.devices.num_replicas
-        workers = self.strategy_of(mode).num_replicas_in_sync // replicas
-        if mode in self._batch_sizes:
-            params["batch_size"], rest = divmod(positive(_SIZES[mode], self._batch_sizes[mode]), workers * replicas)
-            if rest:
-                raise ValueError(
-                    f"{_SIZES[mode]} is {self._batch_sizes[mode]}; it must be divisible by the number of workers times "
-                    f"that of replicas, ({workers} * {replicas})"
-                )
-        return {"mode": mode, "params": params, "config": self.config}
-
-    def _check_loops(self, is_distributed: bool, steps: int | None, max_steps: int | None) -> None:
-        each = self.config.devices.iterations_per_loop
-        check_steps("steps", steps)
-        check_steps("max_steps", max_steps)
-        if steps is not None and max_steps is not None:
-            raise ValueError("Can not provide both steps and max_steps; give one")
-        if steps is not None and steps % each:
-            raise ValueError(f"steps is {steps}; it must be a multiple of iterations_per_loop, {each}")
-        if is_distributed and each > 1 and self._takes:
-            raise NotImplementedError(f"iterations_per_loop is {each}, but must be 1 with a strategy")
-
     @property
+    @override
     def _count(self) -> int:
-        """The number of iterations of an update."""
         return 1
 
+    @override
     def _options(self, spec: IPUEstimatorSpec) -> dict[str, Any]:
-        """Return the options of the trainer."""
         if spec.host_call is not None and self.config.devices.iterations_per_loop > 1:
             raise ValueError("host_call is not allowed with iterations_per_loop above 1; set it to 1")
         return {}
 
+    @override
     def _model(self, mode: str) -> Callable[..., IPUEstimatorSpec]:
-        """Return the function of a batch that returns a spec."""
         named = taken(self._named(mode), self._arguments)
 
         def call(features: Tree, labels: Tree = None) -> IPUEstimatorSpec:
@@ -393,63 +42,7 @@ class IPUEstimator:
             if labels is not None and "labels" not in self._arguments:
                 raise ValueError("model_fn does not take labels, but input_fn returns labels")
             spec = self.model_fn(features, **taken({"labels": labels}, self._arguments), **named)
-            return checked(spec, IPUEstimatorSpec, mode)
+            found: IPUEstimatorSpec = checked(spec, IPUEstimatorSpec, mode)
+            return found
 
         return call
-
-    def _batches(self, input_fn: InputFunction, mode: str) -> tuple[Tree, Iterator[Tree]]:
-        """Return a replica's first element, and the elements of this instance's replicas for each step."""
-        if not callable(input_fn):
-            raise wrong_type("input_fn", input_fn, "use a function that returns an iterable of batches")
-        strategy, each, named = self.strategy_of(mode), self.config.devices.num_replicas, self._named(mode)
-        own, takes = strategy.local_replicas, set(inspect.signature(input_fn).parameters)
-        if len(own) % each:
-            raise ValueError(
-                f"IPURunConfig has num_replicas={each}, but an instance of {type(strategy).__name__} has {len(own)} "
-                f"replicas, and a worker cannot be split; give the strategy a multiple of {each}"
-            )
-        if mode in self._batch_sizes and "params" not in takes:
-            raise ValueError(f"{_SIZES[mode]} is given, but input_fn does not take params, where the batch size is")
-
-        def of_worker(number: int) -> Iterator[Any]:
-            total = strategy.num_replicas_in_sync
-            context = None if strategy is self._alone else InputContext(total // each, number, total)
-            batches = input_fn(**taken({**named, "input_context": context}, takes))
-            if isinstance(batches, tuple | dict) or not isinstance(batches, Iterable):
-                raise wrong_type("the result of input_fn", batches, "return an iterable of batches")
-            return iter(batches)
-
-        def of_instance(_: InputContext) -> Iterator[Tree]:
-            inputs = [of_worker(number) for number in range(own.start // each, own.stop // each)]
-            return dealt(inputs, each, self._count if mode == ModeKeys.TRAIN else 1)
-
-        batches = iter(strategy.distribute_datasets_from_function(of_instance))
-        first = next(batches, None)
-        if first is None:
-            raise ValueError("input_fn returns too few batches; give at least one for each replica and micro-batch")
-        return trees.map(lambda leaf: leaf[0], first), itertools.chain([first], batches)
-
-
-def checked(spec: Any, kind: type[Spec], mode: str) -> Spec:
-    """Return the result of a `model_fn`; raise ValueError if it is not a spec of that kind and mode."""
-    if not isinstance(spec, kind) or spec.mode != mode:
-        raise ValueError(f"model_fn should return an {kind.__name__} of mode {mode!r}, but returns {spec!r}")
-    return spec
-
-
-def taken(named: Mapping[str, Any], takes: set[str]) -> dict[str, Any]:
-    """Return the arguments that a function takes."""
-    return {name: value for name, value in named.items() if name in takes}
-
-
-def _with_step(batch: Tree, step: int) -> Tree:
-    return batch, np.full(len(trees.leaves(batch)[0]), step, np.int32)
-
-
-def _joined(*leaves: np.ndarray) -> np.ndarray:
-    return np.concatenate([leaf.reshape(-1, *leaf.shape[2:]) for leaf in leaves])
-
-
-def _call(hooks: Sequence[Any], name: str, *arguments: object) -> None:
-    for hook in hooks:
-        getattr(hook, name, lambda *_: None)(*arguments)

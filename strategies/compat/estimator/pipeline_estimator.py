@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 from typing_extensions import override
 
 from strategies.argument_checks import positive
-from strategies.compat.estimator.estimator import IPUEstimator, checked, taken
+from strategies.compat.estimator.base import Estimator, checked, taken
 from strategies.compat.estimator.run_config import ModeKeys
-from strategies.compat.estimator.spec import CrossReplicaOptimizer, IPUEstimatorSpec
+from strategies.compat.estimator.spec import EstimatorOptimizer, IPUEstimatorSpec
 from strategies.compat.functions.optimizer_function import OptimizerFunctionOutput
 from strategies.compat.functions.stage_functions import StageFunctions, listed
 from strategies.core.options import GradientAccumulationReductionMethod
@@ -91,13 +91,14 @@ def _without_variables(stage: Stage) -> Any:
     return lambda variables, *values, **named: stage(*values, **named)
 
 
-class IPUPipelineEstimator(IPUEstimator):
-    """An estimator whose `model_fn` takes no batch and returns an `IPUPipelineEstimatorSpec`.
+@final
+class IPUPipelineEstimator(Estimator):
+    """An estimator whose `model_fn` takes no batch and returns an `IPUPipelineEstimatorSpec`; see `Estimator`.
 
     Iterations and steps count micro-batches. Semantics: the original's class of that name.
     """
 
-    _takes = frozenset()
+    _takes = frozenset[str]()
 
     @property
     @override
@@ -112,7 +113,9 @@ class IPUPipelineEstimator(IPUEstimator):
 
     @functools.cache  # noqa: B019  an estimator has few modes
     def _pipeline(self, mode: str) -> IPUPipelineEstimatorSpec:
-        spec = checked(self.model_fn(**taken(self._named(mode), self._arguments)), IPUPipelineEstimatorSpec, mode)
+        spec: IPUPipelineEstimatorSpec = checked(
+            self.model_fn(**taken(self._named(mode), self._arguments)), IPUPipelineEstimatorSpec, mode
+        )
         shards = self.config.devices.num_shards
         used = num_devices(spec.mapping, len(spec.stages))
         if not shards / 2 < used <= shards:
@@ -149,7 +152,9 @@ class IPUPipelineEstimator(IPUEstimator):
                 found: Any = own.optimizer_function(*outputs)
                 if not isinstance(found, OptimizerFunctionOutput) or found.gradient_capture_context is not None:
                     raise TypeError(f"the optimizer_function returns {found!r}; return a plain OptimizerFunctionOutput")
-                update = CrossReplicaOptimizer(found.opt).minimize(found.loss, None, found.variables)
+                update = EstimatorOptimizer(found.opt, averages_replicas=True).minimize(
+                    found.loss, None, found.variables
+                )
                 return IPUEstimatorSpec(mode, loss=found.loss, train_op=update, **own.hooks)
 
         return call

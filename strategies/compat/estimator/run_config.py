@@ -99,7 +99,8 @@ class TrainSpec:
 
     input_fn: InputFunction
     max_steps: int | None = None
-    hooks: Sequence[Any] = ()
+    hooks: Sequence[Any] | None = None
+    saving_listeners: Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
         check_steps("max_steps", self.max_steps)
@@ -110,14 +111,14 @@ class EvalSpec:
     """The evaluations of `train_and_evaluate`, at checkpoints that are at least `throttle_secs` apart.
 
     After each, the chief calls `export(estimator, export_path, checkpoint_path, eval_result, is_the_final_export)` of
-    each exporter. `start_delay_secs` has no effect.
+    the exporter, or of each of a list of them. `start_delay_secs` has no effect.
     """
 
     input_fn: InputFunction
     steps: int | None = 100
     name: str | None = None
-    hooks: Sequence[Any] = ()
-    exporters: Sequence[Any] = ()
+    hooks: Sequence[Any] | None = None
+    exporters: Any = ()
     start_delay_secs: float = 120
     throttle_secs: float = 600
 

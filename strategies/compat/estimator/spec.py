@@ -21,7 +21,7 @@ HostCall = tuple[Callable[..., Any], Sequence[Any] | Mapping[str, Any]]
 class Gradient:
     """A handle of the gradient of a loss by a variable."""
 
-    optimizer: Optimizer
+    optimizer: EstimatorOptimizer
     loss: Leaf
     name: str
 
@@ -30,12 +30,12 @@ class Gradient:
 class Update:
     """An update of variables by the gradients of a loss."""
 
-    optimizer: Optimizer
+    optimizer: EstimatorOptimizer
     loss: Leaf
     names: frozenset[str]
 
 
-class Optimizer:
+class EstimatorOptimizer:
     """An optimizer of optax with the methods of TensorFlow's.
 
     A step averages the gradients of all workers, as if each had divided its loss by their number and they were added.
@@ -44,12 +44,11 @@ class Optimizer:
         TypeError: If `opt` is neither a gradient transformation of optax nor a `MapGradientOptimizer`.
     """
 
-    averages_replicas = False
-
-    def __init__(self, opt: AnyOptimizer | Optimizer) -> None:
-        self.opt: AnyOptimizer = opt.opt if isinstance(opt, Optimizer) else opt
+    def __init__(self, opt: AnyOptimizer | EstimatorOptimizer, averages_replicas: bool = False) -> None:
+        self.opt: AnyOptimizer = opt.opt if isinstance(opt, EstimatorOptimizer) else opt
         if not isinstance(self.opt, optax.GradientTransformation | MapGradientOptimizer):
             raise wrong_type("opt", opt, "use a gradient transformation of optax")
+        self.averages_replicas = averages_replicas
 
     def minimize(self, loss: Leaf, global_step: object = None, var_list: Sequence[Any] | None = None) -> Update:
         """Return the update by the gradients of a loss, as a `train_op`."""
@@ -85,15 +84,14 @@ class Optimizer:
             if not isinstance(one, Gradient) or one.optimizer is not self:
                 raise TypeError(
                     f"apply_gradients gets {one!r}, not a gradient of its optimizer's compute_gradients; to change "
-                    "gradients, give Optimizer a MapGradientOptimizer or an optax.chain"
+                    "gradients, give EstimatorOptimizer a MapGradientOptimizer or an optax.chain"
                 )
         return Update(self, gradients[0].loss, frozenset(one.name for one in gradients))
 
 
-class CrossReplicaOptimizer(Optimizer):
-    """An optimizer that averages gradients over the replicas of a worker too; needed if `num_replicas` is above 1."""
-
-    averages_replicas = True
+def CrossReplicaOptimizer(opt: AnyOptimizer | EstimatorOptimizer) -> EstimatorOptimizer:
+    """Return an optimizer that averages over the replicas of a worker too; needed if `num_replicas` is above 1."""
+    return EstimatorOptimizer(opt, averages_replicas=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +102,7 @@ class IPUEstimatorSpec:
         mode: A member of `ModeKeys`.
         predictions: Array, or dictionary of arrays, with a row for each row of the features.
         loss: Scalar, the mean over the rows of the batch.
-        train_op: Result of an `Optimizer`, or an optimizer of optax; an array leaves the variables to `host_call`.
+        train_op: Result of an `EstimatorOptimizer`, or an optimizer of optax; an array leaves that to `host_call`.
         eval_metric_ops: Metrics by name: scalars, averaged over batches, or `strategies.Mean`.
         eval_metrics: `(function, arrays)`; the function returns metrics by name, given NumPy arrays of a batch.
         host_call: `(function, arrays)`; after each step the function is called for each worker, with NumPy arrays and
@@ -149,7 +147,7 @@ class IPUEstimatorSpec:
         handles = [one for one in arguments_of(self.host_call) if isinstance(one, Gradient)]
         if handles:
             return handles[0].optimizer.apply_gradients((one, None) for one in handles)
-        return None if hasattr(self.train_op, "shape") else Optimizer(self.train_op).minimize(self.loss)
+        return None if hasattr(self.train_op, "shape") else EstimatorOptimizer(self.train_op).minimize(self.loss)
 
 
 def arguments_of(call: HostCall | None) -> list[Any]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -61,16 +60,10 @@ class CallVariables:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Make these the variables that `get_variable` and layers of Keras read inside the block."""
+        """Make these the variables that `get_variable` reads inside the block."""
         token = _current.set(self)
-        scope: Any = nullcontext()
-        if sys.modules.get("keras") is not None:
-            from strategies.compat.estimator.keras_variables import KerasVariables
-
-            scope = KerasVariables(self)
         try:
-            with scope:
-                yield
+            yield
         finally:
             _current.reset(token)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +107,7 @@ class LossOfRows(EvaluationTask):
         }
 
     @override
-    def sums_of_weights(self, merged: Mapping[str, Any]) -> Sequence[Number]:
+    def sums_of_weights(self, merged: Mapping[str, Tree]) -> Sequence[Number]:
         return [mean.count for mean in merged.values()]
 
 

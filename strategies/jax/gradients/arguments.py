@@ -174,7 +174,7 @@ def metric_names(metrics: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(metrics)
 
 
-def check_weight(weight: Any) -> None:
+def check_weight(weight: Tree) -> None:
     """Check the weight of an `Outcome`, as a shape.
 
     Raises:

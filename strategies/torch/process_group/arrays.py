@@ -117,4 +117,5 @@ def _combined(communicator: Communicator, values: torch.Tensor, op: str, name: s
     each = [row.view(values.dtype) for row in rows]
     if values.dtype in _IN_FLOAT32:
         each = [row.float() for row in each]
-    return combined(each, _GATHERED[op]).to(values.dtype)
+    result: torch.Tensor = combined(each, _GATHERED[op])
+    return result.to(values.dtype)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,11 +18,28 @@ from strategies.torch.process_group.arrays import bits, copy_into, description, 
 from strategies.torch.process_group.messages import Messages
 from strategies.torch.process_group.works import GroupWork, WorkQueue
 
+if TYPE_CHECKING:
+
+    class RankedGroup:
+        """The methods of ProcessGroup that are used; its stubs also declare overloads that nothing here calls."""
+
+        def __init__(self, rank: int, size: int) -> None:
+            """Note rank and size."""
+
+        def rank(self) -> int:
+            """Return this rank."""
+
+        def size(self) -> int:
+            """Return the number of ranks."""
+
+else:
+    RankedGroup = ProcessGroup
+
 Tensors = list[torch.Tensor]
 NAME = "popdist"
 
 
-class PopDistProcessGroup(ProcessGroup):
+class PopDistProcessGroup(RankedGroup):
     """A process group whose ranks call the same collectives in the same order.
 
     The calls of all ranks are compared first: if shapes, dtypes, operations or roots differ, every rank raises

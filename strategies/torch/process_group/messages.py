@@ -42,7 +42,7 @@ class Receiving:
 
 
 @dataclass(eq=False)
-class Arriving:
+class ArrivingMessage:
     """The next message of one rank: its header, then its pieces."""
 
     header: np.ndarray
@@ -69,7 +69,7 @@ class Messages:
         self._new: list[Receiving | tuple[np.ndarray, int, int, GroupWork]] = []
         self._sending: list[Sending] = []
         self._receiving: list[Receiving] = []
-        self._arriving: dict[int, Arriving] = {}
+        self._arriving: dict[int, ArrivingMessage] = {}
         self._unasked: list[tuple[int, int, np.ndarray]] = []
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -183,7 +183,7 @@ class Messages:
         if arriving is None:
             header = np.empty(_HEADER_WORDS * 8, np.uint8)
             transfer = self._link.receive(header, source, EXCHANGE)
-            arriving = self._arriving[source] = Arriving(header, deque([transfer]))
+            arriving = self._arriving[source] = ArrivingMessage(header, deque([transfer]))
         if not _all_done(arriving.transfers):
             return False
         if arriving.is_header:
@@ -199,7 +199,7 @@ class Messages:
             _deliver(arriving.receive, source, arriving.data)
         return True
 
-    def _expect_data(self, source: int, arriving: Arriving) -> None:
+    def _expect_data(self, source: int, arriving: ArrivingMessage) -> None:
         """Let the data arrive in the memory of the receive that takes them, or in new memory."""
         arriving.is_header = False
         tag, nbytes = arriving.header.view(np.int64).tolist()
@@ -218,7 +218,7 @@ class Messages:
             self._changes.notify_all()
             new, self._new = self._new, []
         works = [each.work if isinstance(each, Receiving) else each[3] for each in new]
-        works += [each.work for each in (*self._sending, *self._receiving)]
+        works += [each.work for each in self._sending] + [each.work for each in self._receiving]
         works += [each.receive.work for each in self._arriving.values() if each.receive is not None]
         for work in works:
             work.end(error=error)

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from popdist.errors import LifeCycleError
 
 if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
     from collectives import Communicator
     from strategies.torch.process_group.group import PopDistProcessGroup
 
@@ -25,8 +27,10 @@ _groups: weakref.WeakSet[PopDistProcessGroup] = weakref.WeakSet()  # all groups 
 def register() -> None:
     """Let `torch.distributed.init_process_group` know the backend and the address; repeated calls do nothing."""
     if dist.is_available() and NAME not in dist.Backend.backend_list:
+        from torch.distributed.rendezvous import register_rendezvous_handler
+
         dist.Backend.register_backend(NAME, make_group, extended_api=True, devices=["cpu"])
-        dist.register_rendezvous_handler(NAME, meet)
+        register_rendezvous_handler(NAME, meet)  # type: ignore[no-untyped-call]
 
 
 def make_group(options: Any, _: object) -> PopDistProcessGroup:
@@ -53,19 +57,21 @@ def make_group(options: Any, _: object) -> PopDistProcessGroup:
     return group
 
 
-def meet(url: str, timeout: timedelta | None = None, **_: object) -> Iterator[tuple[dist.Store, int, int]]:
+def meet(url: str, timeout: timedelta | None = None, **_: object) -> Iterator[tuple[Store, int, int]]:
     """Yield the store of all instances, this instance's rank and their number: the handler of popdist://.
 
     Instance 0 serves the store. MASTER_ADDR names its address for the other hosts; default: the name of its host.
     """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is imported under a condition
+
     timeout = timeout or dist.constants.default_pg_timeout
     everybody = _everybody()
     rank, size = everybody.rank, everybody.size
-    store = dist.TCPStore(_LOOPBACK, 0, size, True, timeout, wait_for_workers=False) if rank == 0 else None
+    store = TCPStore(_LOOPBACK, 0, size, True, timeout, wait_for_workers=False) if rank == 0 else None
     told = _broadcast_text(everybody, f"{_address(everybody)} {store.port}" if store is not None else "")
     host, port = told.split()
     if store is None:
-        store = dist.TCPStore(host, int(port), size, False, timeout, wait_for_workers=False)
+        store = TCPStore(host, int(port), size, False, timeout, wait_for_workers=False)
     yield store, rank, size
     raise RuntimeError("popdist:// cannot meet the instances of a job again; start the job again")
 
@@ -101,7 +107,7 @@ def _address(everybody: Communicator) -> str:
     if named := os.environ.get("MASTER_ADDR"):
         return named
     if process.instance is not None and process.instance.launcher == "tf_config":
-        from popdist.connecting import read_cluster
+        from popdist.environments.tf_config import read_cluster
 
         first = (process.cluster or read_cluster(os.environ)).addresses[0]
         return _LOOPBACK if first.startswith("unix:") else first.rpartition(":")[0].strip("[]")

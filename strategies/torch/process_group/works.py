@@ -34,7 +34,7 @@ class GroupWork(Work):
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._source: int | None = None
-        self._future: torch.futures.Future | None = None
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
 
     def run(self) -> None:
         """Carry the operation out; `wait` raises its error."""
@@ -53,7 +53,7 @@ class GroupWork(Work):
             self._ended.set()
             future = self._future
         if future is not None:
-            future.set_result(None)
+            future.set_result(self._results)
 
     @override
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
@@ -102,7 +102,7 @@ class GroupWork(Work):
     _source_rank = source_rank
 
     @override
-    def get_future(self) -> torch.futures.Future:
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a future whose value is the list of result tensors.
 
         An error in a callback, unlike one that is set, is an error also where C++ code waits for the future.
@@ -112,7 +112,7 @@ class GroupWork(Work):
                 self._future = torch.futures.Future()
             future, has_ended = self._future, self._ended.is_set()
         if has_ended and not future.done():
-            future.set_result(None)
+            future.set_result(self._results)
         return future.then(self._value)
 
     def _value(self, _: object) -> list[torch.Tensor]:

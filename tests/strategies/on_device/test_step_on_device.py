@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiers import also
 
 import strategies
 from collectives.arrays import aligned_empty
@@ -59,6 +60,12 @@ def with_state(variables, batch, key, model_state):
     return strategies.Outcome(loss, metrics, model_state=new)
 
 
+def weighted(variables, batch, key):
+    """Return the loss with the number of rows of the first two classes as its weight, above the range of float16."""
+    loss, metrics = loss_fn(variables, batch, key)
+    return strategies.Outcome(loss, metrics, weight=1e5 * (batch["y"] < 2).sum())
+
+
 STATE = {"mean": np.zeros(INPUTS, np.float32), "seen": np.float32(0), "own": np.float32(0), "first": np.int32(3)}
 AGREED = {"mean": "mean", "seen": "sum", "own": "per_replica", "first": "first"}
 
@@ -99,6 +106,9 @@ def test_a_step_has_the_bits_of_the_host_for_every_number_of_replicas(replicas):
         {"check_numerics": True},
         {"trainable": lambda name, variable: "b" not in name},
         {"loss": with_state, "model_state": STATE, "model_state_aggregation": AGREED},
+        {"loss": weighted, "loss_scaling": OVERFLOWING, "compute_dtype": "float16"},
+        also({"loss": weighted, "replicated_optimizer_state_sharding": True, "min_elements_for_sharding": 1}),
+        also({"loss": weighted, "gradient_transfer_dtype": "bfloat16", "gradient_accumulation_count": 2}),
     ],
     ids=lambda options: "-".join(options) or "plain",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -242,6 +243,23 @@ def test_a_loss_may_go_through_several_models(on_every_path):
     for found in on_every_path(2, 2, run):
         for own, parameter in zip(found, expected.parameters(), strict=True):
             torch.testing.assert_close(own, parameter.grad, rtol=0, atol=1e-5)
+
+
+def test_models_go_on_together_after_a_step_without_weight(on_instances):
+    def run(strategy, has_empty_step):
+        parts = new_model()[:2], new_model()[2:]
+        modules, models = zip(*(distributed(strategy, part) for part in parts), strict=True)
+        batch = part_of(strategy, data())
+        for targets in (torch.full_like(batch["y"], IGNORED), batch["y"])[not has_empty_step :]:
+            for module in modules:
+                module.zero_grad()
+            loss, tokens = mean_over_tokens(lambda x: models[1](models[0](x)), batch | {"y": targets})
+            with pytest.raises(ZeroWeightError) if not tokens else nullcontext():
+                models[0].weighted_backward(loss, tokens)
+        return bits(nn.ParameterList([nn.Parameter(one.grad) for each in modules for one in each.parameters()]))
+
+    after, without = (on_instances(2, 2, functools.partial(run, has_empty_step=each)) for each in (True, False))
+    assert after == without
 
 
 # ---- modules that state the weight

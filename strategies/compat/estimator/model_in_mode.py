@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -16,8 +18,8 @@ from strategies.compat.estimator.spec import Gradient, IPUEstimatorSpec, Update,
 from strategies.compat.estimator.variables import CallVariables
 from strategies.jax.evaluation.mean import Mean
 from strategies.jax.feeds.outfeed import OutfeedQueue
-from strategies.jax.gradients.arguments import Outcome
 from strategies.jax.replicas.replica_context import replica_context
+from strategies.outcome import Outcome
 from strategies.strategy import Strategy
 from strategies.typing import Batch, Function, Key, Leaf, Tree, Variables
 
@@ -25,7 +27,7 @@ UNUSED = "(none)"
 REPORTED = "reported"
 
 
-class Network:
+class ModelInMode:
     """A `model_fn` in one mode. A batch of a step is `(element, global_step)`, with one element for each micro-batch.
 
     Args:
@@ -62,7 +64,7 @@ class Network:
         self, given: Mapping[str, Leaf], element: Tree, key: Key, step: Leaf
     ) -> tuple[IPUEstimatorSpec, CallVariables, Update | None]:
         own = CallVariables(given, key, step)
-        with own.active():
+        with own.active(), _keras_scope(own):
             spec = self._call(*element)
             return spec, own, spec.update() if spec.mode == ModeKeys.TRAIN else None
 
@@ -131,6 +133,14 @@ class Network:
                 raise TypeError("the function of host_call returns None; return an array, or an update")
             if handles and not (isinstance(returned, Update) and returned.names == handles):
                 raise ValueError("the function of host_call gets gradients; return apply_gradients of all of them")
+
+
+def _keras_scope(own: CallVariables) -> AbstractContextManager[object]:
+    if sys.modules.get("keras") is None:
+        return nullcontext()
+    from strategies.compat.estimator.keras_variables import KerasVariables  # imports Keras
+
+    return KerasVariables(own)
 
 
 def _scalar(loss: Leaf) -> Leaf:

@@ -6,13 +6,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from popdist.environments.detection import detect_instance
 from popdist.errors import LaunchError, LifeCycleError
-from popdist.launching.reception import Reception
-from popdist.launching.relay import Relay
-from popdist.launching.reports import Failure, cause_of, results_of
+from popdist.launching.reception import FunctionReception
+from popdist.launching.relay import OutputRelay
+from popdist.launching.reports import InstanceFailure, cause_of, results_of
 from popdist.launching.travelling import name_of, pack_call
 from popdist.process import process
 from popdist.spawned import leave_job
@@ -21,7 +21,7 @@ from popdist.xla import without_own_setting
 _Result = TypeVar("_Result")
 
 _LAUNCHERS = ("poprun", "mpirun")
-_OURS = str(Path(__file__).parents[2])
+_OURS = str(Path(__file__).parents[1])
 
 
 def launch(
@@ -67,9 +67,9 @@ def launch(
         raise TypeError(f"launch was called with {function!r}; give a function, and its arguments after it")
     environ = job_environment(os.environ)
     words = poprun_words(num_instances, num_replicas, hosts, options)
-    with Reception(pack_call(function, args)) as reception:
-        command = [*_python("poprun.__main__"), *words, *_python("popdist.launching.worker")]
-        relay = Relay(command, {**environ, **reception.variables})
+    with FunctionReception(pack_call(function, args)) as reception:
+        command = [*_python("poprun.__main__"), *words, *_python("popdist.launched")]
+        relay = OutputRelay(command, {**environ, **reception.variables})
         try:
             status = relay.run()
         except KeyboardInterrupt:
@@ -77,9 +77,9 @@ def launch(
         reports = reception.last_reports()
     if status == 0:
         for report in reports:
-            if isinstance(report, Failure):  # the job went on without the instance, or was restarted
+            if isinstance(report, InstanceFailure):  # the job went on without the instance, or was restarted
                 print(f"{report.sender} failed, and the job went on:\n{report.trace}", file=sys.stderr)
-        return results_of(reports, status)
+        return cast("list[_Result]", results_of(reports, status))
     error = cause_of(reports)
     if error is None:
         raise LaunchError(

@@ -6,16 +6,16 @@ import json
 import os
 import sys
 import traceback
-from typing import NoReturn
+from collections.abc import Callable
+from typing import NoReturn, cast
 
 from popdist.context import instance
-from popdist.environments.poprun import SPARE_VARIABLE
+from popdist.environments.poprun import LAUNCH_VARIABLES, SPARE_VARIABLE
 from popdist.failing import follows_from_another
 from popdist.instance import this_host
-from popdist.launching.channel import FUNCTION_LIMIT_S, Channel, Kind, Message, call
-from popdist.launching.reports import Failure, Result, Sender
+from popdist.launching.channel import FUNCTION_LIMIT_S, LaunchChannel, LaunchMessage, MessageKind, call
+from popdist.launching.reports import InstanceFailure, InstanceResult, ReportSender
 from popdist.launching.travelling import know_sources, pack, unpack
-from popdist.launching.variables import LAUNCH_VARIABLES
 from popdist.process import process
 from popdist.records.faults import ATTEMPT_VARIABLE
 from popdist.records.progress import Role
@@ -26,7 +26,7 @@ def main() -> None:
     channel = call(os.environ)
     for name in LAUNCH_VARIABLES:
         os.environ.pop(name, None)  # the function's own child processes are no instances
-    channel.send(Message(Kind.READY))
+    channel.send(LaunchMessage(MessageKind.READY))
     channel.limit(FUNCTION_LIMIT_S)
     setup, *parts = channel.receive().parts
     channel.limit(None)
@@ -35,7 +35,7 @@ def main() -> None:
     sys.argv = described["argv"]
     know_sources(described["sources"])
     try:
-        function, args = unpack(parts)
+        function, args = cast("tuple[Callable[..., object], tuple[object, ...]]", unpack(parts))
         del parts
         value = function(*args)
     except SystemExit as error:
@@ -53,7 +53,7 @@ def _is_spare() -> bool:
     return process.role is Role.SPARE if process.communicator is not None else SPARE_VARIABLE in os.environ
 
 
-def _send_result(channel: Channel, value: object) -> None:
+def _send_result(channel: LaunchChannel, value: object) -> None:
     try:
         parts = pack(value)
     except Exception as error:
@@ -62,11 +62,11 @@ def _send_result(channel: Channel, value: object) -> None:
             "numbers and texts"
         )
         _fail(channel, refusal)
-    channel.send(Result(_sender(), parts).pack())
+    channel.send(InstanceResult(_sender(), parts).pack())
 
 
-def _fail(channel: Channel, error: Exception) -> NoReturn:
-    """Report an exception, which the launching process raises again, and end this process."""
+def _fail(channel: LaunchChannel, error: Exception) -> NoReturn:
+    """InstanceReport an exception, which the launching process raises again, and end this process."""
     own = error.__traceback__
     trace = "".join(traceback.format_exception(type(error), error, own and own.tb_next))
     said = "".join(traceback.format_exception_only(error)).strip()
@@ -74,10 +74,10 @@ def _fail(channel: Channel, error: Exception) -> NoReturn:
         parts = pack(error)
     except Exception:  # of any kind, because the exception's class may do anything
         parts = []
-    channel.send(Failure(_sender(), said, trace, follows_from_another(error), parts).pack())
+    channel.send(InstanceFailure(_sender(), said, trace, follows_from_another(error), parts).pack())
     sys.exit(1)
 
 
-def _sender() -> Sender:
+def _sender() -> ReportSender:
     this = instance()
-    return Sender(this.index, this.count, this_host(), int(os.environ.get(ATTEMPT_VARIABLE, "0")))
+    return ReportSender(this.index, this.count, this_host(), int(os.environ.get(ATTEMPT_VARIABLE, "0")))
