@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from profiling import call_profiled
+from tiers import first_of
 
 import strategies
 from popdist.records.distribution_settings import DistributionSettings
@@ -181,7 +182,7 @@ class TestTrainings:
         assert [set(row.distributions) for row in rows] == [names, set(), names, set()]
 
     @pytest.mark.parametrize(
-        "options", [{}, {"loss_scaling": LossScaling(2.0**12)}, {"compute_dtype": "bfloat16"}], ids=str
+        "options", first_of([{"loss_scaling": LossScaling(2.0**12)}, {}, {"compute_dtype": "bfloat16"}]), ids=str
     )
     def test_weighted_and_scaled_losses_show_the_gradients_of_the_update(self, options):
         def weighted(variables, batch, key):
@@ -272,7 +273,7 @@ class TestCost:
             each.close()
         return set(found)
 
-    @pytest.mark.parametrize("replicas", [1, 2])
+    @pytest.mark.parametrize("replicas", first_of([2, 1]))
     def test_nothing_is_called_without_sinks(self, replicas):
         assert self.calls(strategies.IPUStrategy(replicas), None) == set()
 

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiers import first_of, only
 
 import strategies
 from strategies.jax.updates.learning_rates import LearningRates
@@ -63,13 +64,14 @@ KNOWN = {
 }
 
 
-@pytest.mark.parametrize("optimizer", KNOWN.values(), ids=KNOWN)
+@pytest.mark.parametrize("optimizer", only(("chain", "injected"), KNOWN))
 def test_the_rate_that_a_step_has_used_is_in_its_row(optimizer):
-    assert rows_of(optimizer) == [{"learning_rate": pytest.approx(rate, rel=1e-6)} for rate in RATES]
+    found = rows_of(KNOWN[optimizer])
+    assert found == [{"learning_rate": pytest.approx(rate, rel=1e-6)} for rate in RATES]
 
 
 @pytest.mark.parametrize("optimizer", [optax.adam(SCHEDULE), INJECTED_SCHEDULE], ids=["adam", "injected"])
-@pytest.mark.parametrize("instances", [1, 2])
+@pytest.mark.parametrize("instances", first_of([2, 1]))
 def test_rates_do_not_depend_on_instances_or_the_place_of_the_state(optimizer, instances, on_instances):
     def function(strategy):
         return rows_of(optimizer, strategy, replicated_optimizer_state_sharding=True, min_elements_for_sharding=1)
@@ -111,9 +113,9 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.parametrize("optimizer", UNKNOWN.values(), ids=UNKNOWN)
+@pytest.mark.parametrize("optimizer", first_of(UNKNOWN))
 def test_rates_that_nobody_knows_are_left_out(optimizer):
-    assert rows_of(optimizer) == [{}] * STEPS
+    assert rows_of(UNKNOWN[optimizer]) == [{}] * STEPS
 
 
 def test_schedules_without_their_states_are_left_out():

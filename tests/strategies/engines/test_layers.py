@@ -7,6 +7,7 @@ import functools
 import numpy as np
 import pytest
 from engine_rows import EVERY, REPLICAS, STEPS, batches, variables
+from tiers import first_of
 
 from popdist.records.distribution_settings import DistributionSettings
 from strategies.loss_scaling import LossScaling
@@ -38,7 +39,7 @@ def seen(strategy, row, settings=DistributionSettings(1, 2), **options):  # noqa
     return found
 
 
-@pytest.mark.parametrize("options", CHANGING, ids=lambda options: "-".join(options) or "plain")
+@pytest.mark.parametrize("options", first_of(CHANGING, 2), ids=lambda options: "-".join(options) or "plain")
 @EVERY
 def test_norms_and_distributions_have_the_same_bits_for_every_number_of_instances(row, options, on_instances):
     if options.get("gradient_transfer_dtype", row.transfers[0]) not in row.transfers:
@@ -52,7 +53,7 @@ def test_norms_and_distributions_have_the_same_bits_for_every_number_of_instance
     assert [bool(each) for each in distributions] == [True, False] * (STEPS // 2) + [True] * (STEPS % 2)
 
 
-@pytest.mark.parametrize("options", CHANGING, ids=lambda options: "-".join(options) or "plain")
+@pytest.mark.parametrize("options", first_of(CHANGING), ids=lambda options: "-".join(options) or "plain")
 @EVERY
 def test_values_are_those_of_the_weights_before_the_step_and_of_the_mean_gradient(row, options, on_instances):
     if options.get("gradient_transfer_dtype", row.transfers[0]) not in row.transfers:
