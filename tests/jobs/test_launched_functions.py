@@ -229,20 +229,21 @@ def test_functions_of_test_files_travel_however_pytest_has_imported_them(tmp_pat
 
 LOSSES = """
 import os, signal, sys
+import jax.numpy as jnp
 import numpy as np
 import popdist
 
 x = np.arange(64, dtype=np.float32)
+start = jnp.zeros(())
 
 
 def train():
-    import jax.numpy as jnp
     import optax
     import strategies
 
     strategy = strategies.PopDistStrategy()
     trainer = strategies.Trainer(strategy, lambda w, batch, key: jnp.mean((batch["x"] - w) ** 2), optax.sgd(0.1))
-    state = trainer.init(jnp.zeros(()))
+    state = trainer.init(start)
     for batch in strategy.distribute_dataset({"x": x}, batch_size=4, seed=0).epoch(0):
         if state.step == 2 and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
             if sys.argv[1] == "raise":
