@@ -58,3 +58,32 @@ def test_a_job_with_unwritable_metrics_starts_nothing(tmp_path: Path) -> None:
     assert finished.status == 2
     assert f"--metrics csv:{tmp_path}: it is a folder; write csv:FILE" in finished.stderr
     assert "started" not in finished.stdout
+
+
+PROGRAMS = {
+    "jax": [str(PROGRAM), str(STEPS)],
+    "torch": [str(PROGRAM.with_name("train_module.py")), "popdist", "4"],
+    "keras": [str(PROGRAM.with_name("keras_training.py"))],
+}
+
+
+@pytest.mark.complete
+@pytest.mark.timeout(450)
+@pytest.mark.parametrize("framework", PROGRAMS)
+def test_norms_and_histograms_are_the_same_for_every_number_of_instances(framework: str, tmp_path: Path) -> None:
+    """The programs know nothing of them: they are asked for on poprun's command line."""
+    pytest.importorskip(framework)
+    found = []
+    for instances in (1, 2, 4):
+        path = tmp_path / f"{instances}.csv"
+        words = [f"--metrics=csv:{path}", "--norms-every=1", "--histograms-every=3"]
+        program = [sys.executable, *PROGRAMS[framework]]
+        finished = start(f"--num-instances={instances}", "--num-replicas=4", *words, *program).finish(140)
+        assert finished.status == 0, finished.stderr
+        table = csv.DictReader(path.read_text().splitlines(), strict=True)
+        found.append([{name: number for name, number in row.items() if name != "time"} for row in table])
+    assert found[1:] == found[:1] * 2
+    rows = [row for row in found[0] if row["loss"]]
+    assert all(float(row["gradient_norm"]) > 0 and float(row["weight_norm"]) > 0 for row in rows)
+    seen = [any(number and name.endswith("/p50") for name, number in row.items()) for row in rows]
+    assert seen == [(int(row["step"]) - 1) % 3 == 0 for row in rows]

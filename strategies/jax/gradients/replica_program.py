@@ -168,11 +168,14 @@ class ReplicaProgram:
         self.results += rule.travelling(shapes.model_state)
         self.is_independent = True
         self.has_feeds = False
+        self._has_collectives = False  # in the loss function; known after `_metric_names`
         flags = len(self.gradient_dtypes) * replicas.num_replicas_in_sync if check_numerics else 0
         self.names, is_weighted = self._metric_names(shapes)
         self.places = TailLayout(self.names, is_weighted, precision.scales_loss, flags)
         if is_weighted:
             self._refuse_float16(transfer)
+            if self._has_collectives:
+                self._refuse_with_collectives()
 
     @property
     def means(self) -> list[jax.ShapeDtypeStruct]:
@@ -351,6 +354,8 @@ class ReplicaProgram:
             def loss(trained: Variables) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
                 every = self.trainable.put(variables, trained)
                 value, values, outcome = self._computed(every, part, key, control, model_state)
+                if self._weighs_before:
+                    value = times_weight(value, values[self.places.weight])
                 return value, (values, jax.tree.map(jnp.asarray, outcome.model_state))
 
             (_, (values, after)), tree = jax.value_and_grad(loss, has_aux=True)(trained)
@@ -380,9 +385,17 @@ class ReplicaProgram:
         new = mapped(function, plain, variables, self.needs_flags)
         return [(one * scale).astype(gradient.dtype) for one, gradient in zip(new, gradients, strict=True)]
 
+    @property
+    def _weighs_before(self) -> bool:
+        """Whether the loss is multiplied by its weight, not its gradients.
+
+        If the loss function has collectives, a replica's gradients have parts of the losses of other replicas.
+        """
+        return self.places.is_weighted and self._has_collectives
+
     def _times_weight(self, gradients: Sequence[jax.Array], values: jax.Array) -> Sequence[jax.Array]:
         """Multiply the gradients of a micro-batch by its weight, the last of the values."""
-        if not self.places.is_weighted:
+        if not self.places.is_weighted or self._weighs_before:
             return gradients
         # Behind barriers, one for each gradient: XLA computes it as without a weight, and it can leave early.
         apart = [jax.lax.optimization_barrier(gradient) for gradient in gradients]
@@ -443,10 +456,25 @@ class ReplicaProgram:
                 "multiplied by large weights; use gradient_transfer_dtype='bfloat16', or no weights"
             )
 
+    def _refuse_with_collectives(self) -> None:
+        """Raise if the loss, which collectives mix with those of other replicas, cannot be multiplied by its weight."""
+        if self.accumulation.map_gradient is not None:
+            raise ValueError(
+                "the loss function gives weights and has collectives of replicas, so map_gradient would get gradients "
+                "that weights have multiplied; use only one of them"
+            )
+        if self.precision.compute == jnp.float16:
+            raise ValueError(
+                "the loss function gives weights and has collectives of replicas, so the loss is multiplied by large "
+                "weights, which overflow in float16; use compute_dtype='bfloat16', or no weights"
+            )
+
     def _loss_of_one(self, variables: Variables, batch: Batch, index: jax.Array, model_state: Tree) -> Tree:
         """Return the results of the loss function for one micro-batch, as arrays."""
-        with replica_context(self._replicas.new_context(index, "shapes")):
+        context = self._replicas.new_context(index, "shapes")
+        with replica_context(context):
             result = self._called(variables, batch, jax.random.key(0), model_state)
+        self._has_collectives |= context.has_collectives
         try:
             return jax.tree.map(jnp.asarray, result)
         except TypeError as error:

@@ -109,7 +109,12 @@ class ReplicaContext:
     @property
     def is_independent(self) -> bool:
         """Whether its program has used no collective and no feed so far, so that it may run on other replicas."""
-        return not self._calls and not self.has_feeds
+        return not self.has_collectives and not self.has_feeds
+
+    @property
+    def has_collectives(self) -> bool:
+        """Whether its program has used a collective so far."""
+        return self._calls > 0
 
     @property
     def has_feeds(self) -> bool:

@@ -9,10 +9,10 @@ import numpy as np
 
 from collectives import Communicator
 
-Any_ = TypeVar("Any_")
+Value = TypeVar("Value")
 
 
-def broadcast_object(communicator: Communicator, value: Any_, root: int, name: str) -> Any_:
+def broadcast_object(communicator: Communicator, value: Value, root: int, name: str) -> Value:
     """Return the object of the instance `root` on every instance. Collective.
 
     Args:
@@ -29,11 +29,11 @@ def broadcast_object(communicator: Communicator, value: Any_, root: int, name: s
     received = communicator.broadcast(own if is_root else np.empty(int(size[0]), np.uint8), root, name=name)
     if is_root:
         return value
-    found: Any_ = pickle.loads(received.tobytes())  # noqa: S301 - the job's own connections carry it
+    found: Value = pickle.loads(received.tobytes())  # noqa: S301 - the job's own connections carry it
     return found
 
 
-def gather_objects(communicator: Communicator, value: Any_, name: str) -> list[Any_]:
+def gather_objects(communicator: Communicator, value: Value, name: str) -> list[Value]:
     """Return the objects of all instances on every instance, in the order of the ranks. Collective.
 
     Args:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, final
+from typing import final
 
 from strategies.errors import StrategyError
+from strategies.typing import Batch
 
 
 @final
@@ -23,11 +24,11 @@ class ReplicaBatches:
         is_whole: The argument.
     """
 
-    def __init__(self, of_each: Mapping[int, Any], is_whole: bool = True) -> None:
+    def __init__(self, of_each: Mapping[int, Batch], is_whole: bool = True) -> None:
         self._of_each = dict(of_each)
         self.is_whole = is_whole
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         """Return an iterator over the batches, in the order of the replicas."""
         return iter(self._of_each.values())
 
@@ -35,15 +36,15 @@ class ReplicaBatches:
         """Return the number of local replicas with rows."""
         return len(self._of_each)
 
-    def __getitem__(self, replica: int) -> Any:
+    def __getitem__(self, replica: int) -> Batch:
         """Return the batch of a replica, given its global index."""
         return self._of_each[replica]
 
-    def items(self) -> Iterator[tuple[int, Any]]:
+    def items(self) -> Iterator[tuple[int, Batch]]:
         """Return an iterator over the global indices of replicas and their batches."""
         return iter(self._of_each.items())
 
-    def map(self, function: Callable[[int, Any], Any]) -> ReplicaBatches:
+    def map(self, function: Callable[[int, Batch], Batch]) -> ReplicaBatches:
         """Return the results of `function(replica, batch)` in place of the batches."""
         return ReplicaBatches({one: function(one, batch) for one, batch in self.items()}, self.is_whole)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from strategies.torch.lightning.randomness import drawing_all_from
 from strategies.torch.lightning.replica_batches import ReplicaBatches
 from strategies.torch.randomness import seed_of
 from strategies.torch.tensors import parts_of
+from strategies.typing import Batch
 
 _HOST = torch.device("cpu")
 _NOBODY = -1  # the replica in the seeds of numbers that all replicas share
@@ -130,10 +131,10 @@ class _Planned(BatchSampler):
     """A batch sampler of batches that are set before each iteration."""
 
     def __init__(self) -> None:
-        self.now: list[list[Any]] = []
+        self.now: list[list[int]] = []
 
     @override
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[list[int]]:
         return iter(self.now)
 
     @override
@@ -158,14 +159,14 @@ class DealtLoader(ReplicaLoader):
         StrategyError: If the rows cannot be dealt.
     """
 
-    def __init__(self, loader: DataLoader[Any], strategy: Strategy, seed: int, is_training: bool) -> None:
+    def __init__(self, loader: DataLoader[object], strategy: Strategy, seed: int, is_training: bool) -> None:
         super().__init__()
         self._units, rows = _units_of(loader)
         self._has_rows = rows > 0
         drops = loader.drop_last if self._has_rows else is_training
         replicas = strategy.num_replicas_in_sync
         try:
-            length = len(self._units)
+            length = len(self._units)  # type: ignore[arg-type]
         except TypeError as error:
             raise StrategyError(
                 f"{type(self._units).__name__} has no length, so its rows cannot be dealt to replicas; give it __len__"
@@ -198,7 +199,7 @@ class DealtLoader(ReplicaLoader):
                 {one: self._next(iterators[one], one, epoch, again, step) for one in local}, self._deal.is_whole(step)
             )
 
-    def _order(self, epoch: int, again: int) -> list[Any]:
+    def _order(self, epoch: int, again: int) -> list[object]:
         """Return the units of an epoch in order. Collective."""
         set_epoch = getattr(self._units, "set_epoch", None)
         if callable(set_epoch):
@@ -225,7 +226,7 @@ class DealtLoader(ReplicaLoader):
     def _name(self) -> str:
         return "rows" if self._has_rows else "batches"
 
-    def _begin(self, replica: int, epoch: int, again: int, order: list[Any], start: int) -> Iterator[Any]:
+    def _begin(self, replica: int, epoch: int, again: int, order: Sequence[object], start: int) -> Iterator[Batch]:
         loader, deal = self._loaders[replica], self._deal
         taken = (deal.positions(step, replica) for step in range(start, deal.steps))
         chosen = [[order[place] for place in places] for places in taken if places]
@@ -233,12 +234,12 @@ class DealtLoader(ReplicaLoader):
         loader.generator.manual_seed(seed_of(self._seed, replica, epoch, _OF_WORKERS + again))
         return iter(loader)
 
-    def _next(self, iterator: Iterator[Any], replica: int, epoch: int, again: int, step: int) -> Any:
+    def _next(self, iterator: Iterator[Batch], replica: int, epoch: int, again: int, step: int) -> Batch:
         with drawing_all_from(seed_of(self._seed, replica, epoch, (again << 32) + step), _HOST, replica):
             return next(iterator)
 
 
-def _units_of(loader: DataLoader[Any]) -> tuple[Any, int]:
+def _units_of(loader: DataLoader[object]) -> tuple[Iterable[object], int]:
     """Return the sampler whose order is dealt, and the rows per batch; 0 if it is a sampler of batches."""
     if isinstance(loader.dataset, IterableDataset):
         raise StrategyError(
@@ -262,7 +263,7 @@ def _units_of(loader: DataLoader[Any]) -> tuple[Any, int]:
     return loader.batch_sampler, 0
 
 
-def _copied(loader: DataLoader[Any]) -> DataLoader[Any]:
+def _copied(loader: DataLoader[object]) -> DataLoader[object]:
     """Return a loader of the same data set with batches that are set later."""
     return DataLoader(
         loader.dataset,
@@ -288,7 +289,7 @@ class CutLoader(ReplicaLoader):
         strategy: The strategy whose replicas read.
     """
 
-    def __init__(self, source: DistributedDataset | DataLoader[Any], strategy: Strategy) -> None:
+    def __init__(self, source: DistributedDataset | DataLoader[object], strategy: Strategy) -> None:
         super().__init__()
         self._source, self._strategy = source, strategy
 
@@ -302,7 +303,7 @@ class CutLoader(ReplicaLoader):
         for batch in self._batches(epoch, start):
             yield ReplicaBatches(dict(zip(local, parts_of(batch, len(local)), strict=True)))
 
-    def _batches(self, epoch: int, start: int) -> Iterator[Any]:
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         if isinstance(self._source, DistributedDataset):
             position = self._source.position().to_dict()
             self._source.restore(Position.from_dict({**position, "epoch": epoch, "step": start}))

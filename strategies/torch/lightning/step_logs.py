@@ -7,16 +7,17 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.data import extract_batch_size
+from torchmetrics import Metric
 
 from strategies.errors import StrategyError
 from strategies.strategy import Strategy
 from strategies.torch.lightning.objects import broadcast_object
+from strategies.typing import Tree
 
 _LOG = inspect.signature(pl.LightningModule.log)
 _OWN = ("name", "value", "batch_size", "sync_dist", "sync_dist_group", "rank_zero_only", "enable_graph")
@@ -32,12 +33,14 @@ class _Logged:
         value: The value.
         rows: The number of rows behind the value.
         options: The other arguments.
+        metric: The name of a metric of torchmetrics in the module; `value` is then that of the batch.
     """
 
     name: str
     value: float
     rows: int
-    options: Mapping[str, Any]
+    options: Mapping[str, Tree]
+    metric: str | None = None
 
 
 class StepLogs:
@@ -62,7 +65,7 @@ class StepLogs:
         """Collect the calls of a replica with a batch, in place of those that it has made before."""
         calls = self._of[replica] = []
 
-        def log(*arguments: Any, **named: Any) -> None:
+        def log(*arguments: Tree, **named: Tree) -> None:
             calls.append(self._logged(batch, arguments, named))
 
         vars(self._module)["log"] = log
@@ -71,9 +74,18 @@ class StepLogs:
         finally:
             del vars(self._module)["log"]
 
-    def _logged(self, batch: object, arguments: Sequence[Any], named: Mapping[str, Any]) -> _Logged:
+    def _logged(self, batch: object, arguments: Sequence[Tree], named: Mapping[str, Tree]) -> _Logged:
         bound = _LOG.bind(self._module, *arguments, **named).arguments
+        options = {key: one for key, one in bound.items() if key not in (*_OWN, "self")}
         name, value = bound["name"], bound["value"]
+        if isinstance(value, Metric):
+            metric = next((key for key, one in self._module.named_modules() if one is value), None)
+            if metric is None:
+                raise StrategyError(
+                    f"log({name!r}) got a {type(value).__name__} that is no part of the module; make it an attribute "
+                    "of the module, so that each replica has its state"
+                )
+            return _Logged(name, _of_this_batch(value), 1, options, metric)
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.detach().item()
         if isinstance(value, bool | np.generic):
@@ -88,7 +100,7 @@ class StepLogs:
         if rows is None:
             needs_rows = (not self._is_training if on_epoch is None else on_epoch) or not self._is_training
             rows = extract_batch_size(batch) if needs_rows else 1
-        return _Logged(name, float(value), rows, {key: one for key, one in bound.items() if key not in (*_OWN, "self")})
+        return _Logged(name, float(value), rows, options)
 
     def share(self, is_whole: bool) -> None:
         """Log the results over all replicas. Collective.
@@ -121,7 +133,12 @@ class StepLogs:
             weights = np.ones_like(rows) if self._is_training else rows
             result = _reduced(call.options.get("reduce_fx", "mean"), values, weights)
             log: Callable[..., None] = type(self._module).log
-            log(self._module, call.name, torch.tensor(result), batch_size=int(rows.sum()), **call.options)
+            if call.metric is None:
+                log(self._module, call.name, torch.tensor(result), batch_size=int(rows.sum()), **call.options)
+                continue
+            metric = self._module.get_submodule(call.metric)
+            metric._forward_cache = None if math.isnan(result) else torch.tensor(result)
+            log(self._module, call.name, metric, **call.options)
 
 
 def _reduced(function: str | Callable[[torch.Tensor], torch.Tensor], values: np.ndarray, rows: np.ndarray) -> float:
@@ -138,6 +155,12 @@ def _reduced(function: str | Callable[[torch.Tensor], torch.Tensor], values: np.
         total = math.fsum(values * weights)
         return total if kind == "sum" else total / math.fsum(weights)
     raise StrategyError(f"reduce_fx={function!r} is unknown; use 'mean', 'sum', 'min', 'max' or a function")
+
+
+def _of_this_batch(metric: Metric) -> float:
+    """Return the value of a metric for the last batch; NaN if it is unknown or no scalar."""
+    found = metric._forward_cache
+    return float(found) if isinstance(found, torch.Tensor) and found.numel() == 1 else math.nan
 
 
 def _described(value: object) -> str:

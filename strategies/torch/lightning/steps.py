@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import pytorch_lightning as pl
 import torch
@@ -14,10 +13,12 @@ from pytorch_lightning.strategies.strategy import _ForwardRedirection
 from strategies.errors import StrategyError
 from strategies.strategy import Strategy
 from strategies.torch.distributed_model import DistributedModel
+from strategies.torch.lightning.metric_states import MetricStates
 from strategies.torch.lightning.randomness import drawing_alike, drawing_all_from
 from strategies.torch.lightning.replica_batches import ReplicaBatches
 from strategies.torch.lightning.step_logs import StepLogs
 from strategies.torch.randomness import seed_of
+from strategies.typing import Batch, Tree
 
 _OUTSIDE = 2**40  # the first micro-batch in the seeds of random numbers that are drawn outside of training steps
 _TRANSFER, _STEP = 1, 2
@@ -54,6 +55,7 @@ class ReplicaSteps:
         self._redirected = _ForwardRedirection()
         self._batches = 0  # the number of batches since a loop began
         self._means: Sequence[torch.Tensor | None] = ()
+        self._metrics: MetricStates | None = None
         self.is_running = False
 
     @property
@@ -67,7 +69,7 @@ class ReplicaSteps:
         if self._model is not None:
             self._model.steps_made = number
 
-    def connect(self, **options: Any) -> None:
+    def connect(self, **options: Tree) -> None:
         """Connect the module's gradients with those of the other instances. Collective.
 
         Args:
@@ -81,6 +83,17 @@ class ReplicaSteps:
         """Free the memory of a training."""
         self._steps_made = self.steps_made
         self._model, self._means = None, ()
+        if self._metrics is not None:
+            self._metrics.disconnect()
+        self._metrics = None
+
+    @contextmanager
+    def _turn(self, replica: int, rows: Batch, logs: StepLogs) -> Iterator[None]:
+        """Let the module be that of a replica: values that it logs, and states of its metrics."""
+        if self._metrics is None:
+            self._metrics = MetricStates(self._module, self._strategy)
+        with logs.of(replica, rows), self._metrics.of(replica):
+            yield
 
     # ---- random numbers
 
@@ -96,10 +109,10 @@ class ReplicaSteps:
         place = _OUTSIDE + (self._batches << 2) + purpose
         return drawing_all_from(seed_of(self._seed, replica, self.steps_made, place), self._device, replica)
 
-    def mapped(self, function: Callable[[Any], Any], batch: ReplicaBatches) -> ReplicaBatches:
+    def mapped(self, function: Callable[[Batch], Batch], batch: ReplicaBatches) -> ReplicaBatches:
         """Map the batch of each replica with a function that draws the replica's random numbers."""
 
-        def one(replica: int, rows: Any) -> Any:
+        def one(replica: int, rows: Batch) -> Batch:
             with self._drawing(replica, _TRANSFER):
                 return function(rows)
 
@@ -107,7 +120,7 @@ class ReplicaSteps:
 
     # ---- training
 
-    def train(self, batch: ReplicaBatches, others: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    def train(self, batch: ReplicaBatches, others: Sequence[Tree], named: Mapping[str, Tree]) -> Tree:
         """Compute the mean gradients of all replicas, and keep them for `give_means`. Collective.
 
         Args:
@@ -123,12 +136,12 @@ class ReplicaSteps:
             raise StrategyError("training_step runs in Trainer.fit only")
         share = self._module.trainer.accumulate_grad_batches
         logs = StepLogs(self._module, self._strategy, is_training=True)
-        outputs: dict[int, Any] = {}
+        outputs: dict[int, Tree] = {}
 
         def loss_of(place: torch.Tensor) -> torch.Tensor:
             replica = model.replica
             rows, seed = batch[replica], seed_of(self._seed, replica, model.steps_made)
-            with logs.of(replica, rows), self._precision.train_step_context(), drawing_alike(seed):
+            with self._turn(replica, rows, logs), self._precision.train_step_context(), drawing_alike(seed):
                 output = self._redirected(model, self._module, "training_step", rows, *others, **named)
             outputs[replica] = output
             return self._scaled(_loss_of(output) / share)
@@ -162,7 +175,7 @@ class ReplicaSteps:
         self._means = ()
 
     @property
-    def _scaler(self) -> Any:
+    def _scaler(self) -> Tree:
         return self._precision.scaler if isinstance(self._precision, MixedPrecision) else None
 
     @property
@@ -181,9 +194,9 @@ class ReplicaSteps:
         method: str,
         context: Callable[[], AbstractContextManager[None]],
         batch: ReplicaBatches,
-        others: Sequence[Any],
-        named: Mapping[str, Any],
-    ) -> list[Any]:
+        others: Sequence[Tree],
+        named: Mapping[str, Tree],
+    ) -> list[Tree]:
         """Run a method of the module for each local replica with rows, and return the outputs. Collective if it logs.
 
         Args:
@@ -198,7 +211,7 @@ class ReplicaSteps:
         self.is_running = True
         try:
             for replica, rows in batch.items():
-                with context(), logs.of(replica, rows), self._drawing(replica, _STEP):
+                with context(), self._turn(replica, rows, logs), self._drawing(replica, _STEP):
                     outputs.append(step(rows, *others, **named))
         finally:
             self.is_running = False
@@ -207,7 +220,7 @@ class ReplicaSteps:
         return outputs
 
 
-def _loss_of(output: Any) -> torch.Tensor:
+def _loss_of(output: Tree) -> torch.Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, torch.Tensor):
         raise StrategyError(
@@ -217,12 +230,12 @@ def _loss_of(output: Any) -> torch.Tensor:
     return loss
 
 
-def _with_extras(loss: torch.Tensor, outputs: Sequence[Any]) -> Any:
+def _with_extras(loss: torch.Tensor, outputs: Sequence[Tree]) -> Tree:
     first = outputs[0]
     if not isinstance(first, Mapping):
         return loss
     return {"loss": loss, **{name: [_detached(one[name]) for one in outputs] for name in first if name != "loss"}}
 
 
-def _detached(value: Any) -> Any:
+def _detached(value: Tree) -> Tree:
     return value.detach() if isinstance(value, torch.Tensor) else value

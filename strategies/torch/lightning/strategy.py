@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar, final
+from pathlib import Path
+from typing import TypeVar, final
 
 import numpy as np
 import pytorch_lightning as pl
@@ -16,7 +17,6 @@ from pytorch_lightning.plugins import CheckpointIO, DoublePrecision, HalfPrecisi
 from pytorch_lightning.strategies import ParallelStrategy
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.model_helpers import is_overridden
-from torchmetrics import Metric
 from typing_extensions import override
 
 from strategies.errors import StrategyError
@@ -29,12 +29,15 @@ from strategies.torch.lightning.replica_loader import ReplicaLoader, dealt
 from strategies.torch.lightning.steps import ReplicaSteps
 from strategies.torch.replica_memory import chosen_here
 from strategies.torch.tensors import as_tensor, host_array
+from strategies.typing import Batch, Tree
 
-_Any = TypeVar("_Any")
+_Value = TypeVar("_Value")
 _SEED = "PL_GLOBAL_SEED"
 """The variable in which `seed_everything` leaves its seed."""
 _KEY = "popdist"
 """The key of this strategy's state in a checkpoint."""
+_HOOK = "_on_before_batch_transfer"
+"""The method of a LightningModule that Lightning's loop calls with each batch, before it is moved to the device."""
 _PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
 
 
@@ -77,7 +80,7 @@ class PopDistLightningStrategy(ParallelStrategy):
         seed: int | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
-        **options: Any,
+        **options: Tree,
     ) -> None:
         self.strategy = strategy or get_strategy() or PopDistStrategy()
         super().__init__(
@@ -155,7 +158,7 @@ class PopDistLightningStrategy(ParallelStrategy):
         self._steps = ReplicaSteps(
             self.strategy, self._module, self.precision_plugin, self._seed, self.root_device, made
         )
-        vars(self._module)["_on_before_batch_transfer"] = self._before_transfer
+        vars(self._module)[_HOOK] = _BeforeTransfer(self._module, self._steps, self.precision_plugin)
 
     def _refuse(self) -> None:
         if type(self.precision_plugin) not in _PRECISIONS:
@@ -169,18 +172,12 @@ class PopDistLightningStrategy(ParallelStrategy):
                 "job without spares, and use poprun --on-failure restart"
             )
         module = self._module
-        is_one = self.strategy.num_replicas_in_sync == 1
-        if not is_one and (metric := next((one for one in module.modules() if isinstance(one, Metric)), None)):
-            raise StrategyError(
-                f"{type(metric).__name__} of torchmetrics keeps a state for each process, and replicas are no "
-                "processes; log values with self.log, which are averaged over all replicas"
-            )
         if is_overridden("backward", module):
             raise StrategyError(
                 f"{type(module).__name__}.backward would run once for each replica, and Lightning means it to run once "
                 "for each step; leave it out, and change gradients in on_after_backward"
             )
-        if not module.automatic_optimization and not is_one:
+        if not module.automatic_optimization and self.strategy.num_replicas_in_sync > 1:
             raise StrategyError(
                 "automatic_optimization=False lets training_step call the optimizer, but each replica runs "
                 "training_step, and the optimizer makes one step for all of them; use automatic optimization, or a "
@@ -206,7 +203,7 @@ class PopDistLightningStrategy(ParallelStrategy):
         if self._steps is not None:
             self._steps.disconnect()
         if self.lightning_module is not None:
-            self.lightning_module.__dict__.pop("_on_before_batch_transfer", None)
+            self.lightning_module.__dict__.pop(_HOOK, None)
         super().teardown()
 
     # ---- data
@@ -221,17 +218,8 @@ class PopDistLightningStrategy(ParallelStrategy):
         is_training = bool(self._module.trainer.training)
         return dealt(dataloader, self.strategy, self._seed, is_training=is_training, injects=self._injects is not False)
 
-    def _before_transfer(self, batch: object, dataloader_idx: int = 0) -> object:
-        """Call the module's hook for the batch of each replica, in place of Lightning's loop."""
-        own = type(self._module)._on_before_batch_transfer
-
-        def one(rows: Any) -> Any:
-            return own(self._module, self.precision_plugin.convert_input(rows), dataloader_idx)
-
-        return self._running.mapped(one, by_replica(batch))
-
     @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+    def batch_to_device(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Batch:
         """Move the batches of the replicas to the device."""
         parent = super().batch_to_device
         if not isinstance(batch, ReplicaBatches):
@@ -247,7 +235,7 @@ class PopDistLightningStrategy(ParallelStrategy):
     # ---- steps
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Compute the gradients of all replicas. Collective.
 
         Returns:
@@ -261,7 +249,7 @@ class PopDistLightningStrategy(ParallelStrategy):
 
     @override
     def backward(
-        self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
+        self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Tree, **kwargs: Tree
     ) -> torch.Tensor:
         """Put the mean gradients of the last `training_step` into the parameters, added to accumulated ones."""
         plugin = self.precision_plugin
@@ -273,17 +261,17 @@ class PopDistLightningStrategy(ParallelStrategy):
         return closure_loss
 
     @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> list[Any]:
+    def validation_step(self, *args: Tree, **kwargs: Tree) -> list[Tree]:
         """Run the module's `validation_step` for each local replica with rows, and list the outputs. Collective."""
         return self._evaluated("validation_step", self.precision_plugin.val_step_context, *args, **kwargs)
 
     @override
-    def test_step(self, *args: Any, **kwargs: Any) -> list[Any]:
+    def test_step(self, *args: Tree, **kwargs: Tree) -> list[Tree]:
         """Run the module's `test_step` for each local replica with rows, and list the outputs. Collective."""
         return self._evaluated("test_step", self.precision_plugin.test_step_context, *args, **kwargs)
 
     @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> list[Any]:
+    def predict_step(self, *args: Tree, **kwargs: Tree) -> list[Tree]:
         """Run the module's `predict_step` for each replica with rows, and list the outputs in the order of the rows.
 
         Collective if Lightning returns predictions: the list then has the outputs of all replicas, and only those of
@@ -297,8 +285,8 @@ class PopDistLightningStrategy(ParallelStrategy):
         return [one for of_instance in gathered for one in of_instance]
 
     def _evaluated(
-        self, method: str, context: Callable[[], AbstractContextManager[None]], *args: Any, **kwargs: Any
-    ) -> list[Any]:
+        self, method: str, context: Callable[[], AbstractContextManager[None]], *args: Tree, **kwargs: Tree
+    ) -> list[Tree]:
         batch, *others = args
         return self._running.evaluate(method, context, by_replica(batch), others, kwargs)
 
@@ -325,7 +313,7 @@ class PopDistLightningStrategy(ParallelStrategy):
             )
 
     @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    def reduce(self, tensor: Tree, group: object = None, reduce_op: object = "mean") -> Tree:
         """Return the value over all instances. A mean counts each instance as often as it has replicas. Collective.
 
         Args:
@@ -352,12 +340,12 @@ class PopDistLightningStrategy(ParallelStrategy):
         self.strategy.communicator.barrier(name=name or "barrier")
 
     @override
-    def broadcast(self, obj: _Any, src: int = 0) -> _Any:
+    def broadcast(self, obj: _Value, src: int = 0) -> _Value:
         """Return the object of instance `src` on all instances. Collective."""
         return broadcast_object(self.strategy.communicator, obj, src, "broadcast")
 
     @override
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor, group: object = None, sync_grads: bool = False) -> torch.Tensor:
         """Return the tensors of all instances, stacked, without a graph. Collective.
 
         Raises:
@@ -380,20 +368,22 @@ class PopDistLightningStrategy(ParallelStrategy):
     # ---- checkpoints
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Tree], filepath: Path | str, storage_options: object = None
+    ) -> None:
         """Write a checkpoint on instance 0. It does not depend on the number of instances."""
         checkpoint[_KEY] = {"replicas": self.strategy.num_replicas_in_sync, "steps": self._running.steps_made}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Path | str, weights_only: bool | None = None) -> dict[str, Tree]:
         """Return the checkpoint that instance 0 reads. Collective.
 
         Raises:
             StrategyError: If a training is to continue with another number of replicas.
             Exception: On all instances, the error with which instance 0 could not read it.
         """
-        found: Any = None
+        found: Tree = None
         if self.is_global_zero:
             try:
                 found = super().load_checkpoint(checkpoint_path, weights_only)
@@ -412,3 +402,29 @@ class PopDistLightningStrategy(ParallelStrategy):
             )
         self._running.steps_made = state.get("steps", found.get("global_step", 0))
         return dict(found)
+
+
+@final
+class _BeforeTransfer:
+    """The hook of a module before a batch is moved, which calls the module's own for the batch of each replica.
+
+    Args:
+        module: The module.
+        steps: The steps of the replicas.
+        precision: Lightning's plugin for precision.
+    """
+
+    def __init__(self, module: pl.LightningModule, steps: ReplicaSteps, precision: Precision) -> None:
+        self._module, self._steps, self._precision = module, steps, precision
+
+    def __deepcopy__(self, memo: object) -> _BeforeTransfer:
+        """Return the object itself: copies of a module, as callbacks make them, are not trained."""
+        return self
+
+    def __call__(self, batch: Batch, dataloader_idx: int = 0) -> ReplicaBatches:
+        own = getattr(type(self._module), _HOOK)
+
+        def one(rows: Batch) -> Batch:
+            return own(self._module, self._precision.convert_input(rows), dataloader_idx)
+
+        return self._steps.mapped(one, by_replica(batch))

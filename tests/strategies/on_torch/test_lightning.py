@@ -9,8 +9,9 @@ pl = pytest.importorskip("pytorch_lightning", reason="PyTorch Lightning is not i
 
 import torch
 from lightning_modules import ROWS, Noisy, Regression, bits, fitted, loader, rows_of, trainer_of
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset, WeightedRandomSampler
+from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection, MinMaxMetric, SpearmanCorrCoef
 
 import strategies
 import strategies.torch
@@ -468,3 +469,77 @@ def test_several_loaders_give_each_replica_a_batch_of_each(everywhere):
         return bits(fitted(strategy, Pairs(), loaders, max_epochs=1)[0])
 
     same(everywhere(2, train))
+
+
+# ---- metrics of torchmetrics
+
+
+class Measured(Regression):
+    """A module with metrics of torchmetrics: sums of floats, lists, and a collection."""
+
+    def __init__(self):
+        super().__init__()
+        self.error = MeanSquaredError()
+        self.correlation = SpearmanCorrCoef()
+        self.both = MetricCollection([MeanSquaredError(), MeanAbsoluteError()], prefix="of_", compute_groups=False)
+
+    def training_step(self, batch, batch_idx):
+        self.error(self.net(batch[0]), batch[1])
+        self.log("error", self.error, on_step=True, on_epoch=True)
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        found = self.net(batch[0])
+        self.correlation.update(found[:, 0], batch[1][:, 0])
+        self.both.update(found, batch[1])
+        self.log_dict(self.both)
+
+    def on_validation_epoch_end(self):
+        self.log("correlation", self.correlation.compute())
+        self.correlation.reset()
+
+
+def test_metrics_have_the_same_bits_for_every_number_of_instances(everywhere):
+    def train(strategy):
+        module, trainer = fitted(strategy, Measured(), validation=loader(batch_size=4))
+        return bits(module), metrics(trainer)
+
+    _, found = same(everywhere(REPLICAS, train))
+    assert found.keys() == {
+        *("error", "error_step", "error_epoch", "correlation"),
+        *("of_MeanSquaredError", "of_MeanAbsoluteError"),
+    }
+
+
+def test_metrics_of_replicas_are_those_of_one_process(everywhere):
+    def validate(strategy):
+        return trainer_of(strategy).validate(Measured(), loader(batch_size=4), verbose=False)
+
+    [found] = same(everywhere(REPLICAS, validate))
+    [alone] = pl.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False
+    ).validate(Measured(), loader(batch_size=4), verbose=False)
+    assert found == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("metric", "match"),
+    [
+        (lambda: MetricCollection([MeanSquaredError(), MeanAbsoluteError()]), "write MetricCollection.*compute_groups"),
+        (lambda: MinMaxMetric(MeanSquaredError()), "MinMaxMetric of torchmetrics keeps values that are no states"),
+    ],
+)
+def test_metrics_whose_states_cannot_be_merged_are_refused(metric, match):
+    module = Regression()
+    module.metric = metric()
+    with pytest.raises(StrategyError, match=match):
+        fitted(strategies.IPUStrategy(2), module)
+
+
+def test_averaged_weights_have_the_same_bits(everywhere):
+    """The callback copies the module."""
+
+    def train(strategy):
+        return bits(fitted(strategy, callbacks=[EMAWeightAveraging(decay=0.5)])[0])
+
+    assert same(everywhere(2, train)) != bits(fitted(strategies.IPUStrategy(2))[0])

@@ -1,0 +1,63 @@
+"""Weights of losses whose replicas compute with each other's rows: gradients have parts of the losses of others."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import strategies
+
+REPLICAS, ROWS = 4, 3
+DRAW = np.random.default_rng(5)
+X = DRAW.standard_normal((REPLICAS, ROWS, 6)).astype(np.float32)
+WEIGHTS = np.float32([1, 5, 0, 3])
+VARIABLES = {"w": DRAW.standard_normal(6).astype(np.float32)}
+
+
+def of_rows(hidden, mean):
+    return jnp.square(hidden * mean - 1).mean()
+
+
+def loss_fn(variables, batch, key):
+    hidden = batch["x"] @ variables["w"]
+    mean = strategies.get_replica_context().all_reduce("mean", hidden.mean())
+    return strategies.Outcome(of_rows(hidden, mean), weight=batch["weight"][0])
+
+
+def stepped(strategy, **options):
+    local = strategy.local_replicas
+    rows = slice(local.start, local.stop)
+    batch = {"x": X[rows].reshape(-1, 6), "weight": np.repeat(WEIGHTS[rows].astype(np.int32), ROWS)}
+    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(1.0), **options)
+    state, metrics = trainer.step(trainer.init(VARIABLES), batch)
+    return np.asarray(state.variables["w"]), metrics["loss"]
+
+
+def test_gradients_through_collectives_are_those_of_the_weighted_mean(on_instances):
+    def weighted_mean(variables):
+        hidden = X @ variables["w"]
+        losses = jax.vmap(of_rows, (0, None))(hidden, hidden.mean())
+        return (losses * WEIGHTS).sum() / WEIGHTS.sum()
+
+    found = [each for instances in (1, 2, 4) for each in on_instances(instances, REPLICAS, stepped)]
+    loss, gradients = jax.value_and_grad(weighted_mean)(VARIABLES)
+    for variables, own in found:
+        assert variables.tobytes() == found[0][0].tobytes()
+        np.testing.assert_allclose(variables, VARIABLES["w"] - gradients["w"], rtol=1e-5)
+        assert own == pytest.approx(float(loss), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"map_gradient": lambda gradient, variable: gradient}, "map_gradient would get gradients"),
+        ({"compute_dtype": "float16"}, "overflow in float16"),
+    ],
+)
+def test_options_that_weights_would_spoil_are_refused(on_instances, options, text):
+    def refused(strategy):
+        with pytest.raises(ValueError, match=text):
+            stepped(strategy, **options)
+
+    on_instances(1, REPLICAS, refused)
