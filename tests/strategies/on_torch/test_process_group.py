@@ -379,6 +379,24 @@ def test_the_timeout_of_the_group_limits_all_waits():
         on_ranks(2, program)
 
 
+def test_the_timeout_of_a_barrier_limits_its_wait_alone():
+    may_end = threading.Event()
+
+    def program(group):
+        dist.barrier(group, timeout=LIMIT)
+        assert group._communicator.limits.timeout_s == 600.0
+        if group.rank():
+            assert may_end.wait(60)
+            return
+        with pytest.raises(CollectiveTimeoutError, match=r"rank 1 in barrier .*timeout_s = 0\.02"):
+            dist.barrier(group, timeout=timedelta(milliseconds=20))
+        may_end.set()
+        raise ZeroDivisionError  # so that the others do not wait for this rank
+
+    with pytest.raises(ZeroDivisionError):
+        on_ranks(2, program)
+
+
 def test_a_lost_rank_ends_the_waits_of_the_others():
     errors = []
 
