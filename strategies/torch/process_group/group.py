@@ -341,9 +341,9 @@ class PopDistProcessGroup(RankedGroup):
         messages = self._connected_messages()
         if verb == "send":
             assert other is not None
-            messages.send(bits(tensor), other, tag, work)
+            messages.send(bits(tensor), str(tensor.dtype), other, tag, work)
         else:
-            messages.receive(bits(tensor), other, tag, work)
+            messages.receive(bits(tensor), str(tensor.dtype), other, tag, work)
         return work
 
     def _connected_messages(self) -> Messages:
