@@ -39,9 +39,9 @@ from strategies.torch.on_device.paths import path_of_loops
 from strategies.torch.options import TorchOptions
 from strategies.torch.outcomes import refuse_where_replicas_meet
 from strategies.torch.parameter_writes import ForwardWatch
-from strategies.torch.pass_weights import divide, quotient, refuse_without_mean
+from strategies.torch.pass_weights import divide_by_weight, quotient, refuse_without_mean
 from strategies.torch.sync_batch_norm import seat_in_loop, sync_layers_of
-from strategies.torch.tensors import have_same_bits, host_array
+from strategies.torch.tensors import dtype_of, have_same_bits, host_array
 from strategies.torch.training import received_tensors, refuse_modules, take_over
 from strategies.torch.updates import refuse_float16
 from strategies.typing import Tree
@@ -292,7 +292,7 @@ class GradientAveraging:
 
     def arrived(self, parameter: torch.Tensor) -> None:
         """Handle a complete gradient. Called by autograd."""
-        self._count_pass()
+        self.loop.weights.count(self.passes.weighing.now)
         if not self.loop.syncs:
             self.loop.carry(parameter)
             return
@@ -310,12 +310,13 @@ class GradientAveraging:
             self._take(model_pass, number, parameter.grad)
             self.passes.begin_ready()
 
-    @property
-    def has_left_gradients(self) -> bool:
-        """Whether gradients of an earlier step are left, and this step has had no backward pass yet."""
-        return not self.loop.weights.has_passes and any(
-            one.grad is not None and bool(one.grad.any()) for one in self.parameters
-        )
+    def look_before(self) -> None:
+        """Look at the gradients before a weighted backward pass."""
+        self.loop.weights.look_before(self._watch.named)
+
+    def look_after(self) -> None:
+        """Look at the gradients after a weighted backward pass."""
+        self.loop.weights.look_after(self._watch.named)
 
     def weighted_backward(self, loss: torch.Tensor, weight: float, keeps_graph: bool = False) -> None:
         """Run the backward pass of a loss with a weight, given as it travels.
@@ -327,16 +328,6 @@ class GradientAveraging:
         if meets:
             refuse_where_replicas_meet(loss, weight, False)
         self.passes.weighted_backward(loss, weight, keeps_graph, zeroes=weight == 0 and not meets)
-
-    def _count_pass(self) -> None:
-        weights, given = self.loop.weights, self.passes.weighing.now
-        if given is not None and not weights.has_passes and any(model is self for model in self.passes.left):
-            raise StrategyError(
-                "gradients of an earlier step are left, to which a weighted mean cannot be added; call "
-                "optimizer.zero_grad() before model.weighted_backward, and use no_sync for all micro-batches but the "
-                "last"
-            )
-        weights.count(given)
 
     def reached(self) -> None:
         """Handle a backward pass that reaches the outputs of the module. Called by autograd."""
@@ -455,7 +446,7 @@ class GradientAveraging:
         weight, step = self.loop.weights.total, self.loop.step
         if self.is_alone:
             came = model_pass.came | self.loop.carried
-            divide([one.grad for one in self.parameters if id(one) in came], weight)
+            self._divide_alone([one.grad for one in self.parameters if id(one) in came], weight)
         else:
             weight = self._finish(model_pass, is_active=True).weight
         last = self.loop.weights.total
@@ -534,7 +525,7 @@ class GradientAveraging:
         if tail.metrics[4]:
             tail = replace(tail, weight=self._mean_weight(tail, weights))
         self._exchange.give(of_each[0])
-        divide(of_each[0], tail.weight)
+        divide_by_weight(of_each[0], tail.weight)
         values = self.buffers.agreed(tail.has_changed, slots, self._replicas)
         self.keep({number: value.to(self.device) for number, value in values.items()})
         if active == 1 and (settings_differ(*tail.settings) or self._options.compares_bits(self.loop.step)):
@@ -551,10 +542,18 @@ class GradientAveraging:
                 f"the losses of the replicas {lacking} have no weight, and those of the others have one; call "
                 "model.weighted_backward on all of them"
             )
-        assert self._exchange is not None
-        for parameter in self._exchange.plan.parameters:
-            refuse_float16(parameter.name, self._options.transfer.dtype_of(parameter.dtype))
+        self._refuse_float16()
         return float(tail.metrics[3])
+
+    def _divide_alone(self, gradients: Sequence[torch.Tensor | None], weight: float | None) -> None:
+        """Divide the gradients of the only replica by the mean weight of its losses, if they have any."""
+        if weight is not None:
+            self._refuse_float16()
+            divide_by_weight(gradients, weight)
+
+    def _refuse_float16(self) -> None:
+        for name, one in self._trained:
+            refuse_float16(name, self._options.transfer.dtype_of(dtype_of(one)))
 
     def keep(self, values: dict[int, torch.Tensor]) -> None:
         """Put the values on which all replicas have agreed into buffers and frozen parameters, by their numbers."""
@@ -572,7 +571,7 @@ class GradientAveraging:
         weights = [turn.weight for turn in turns]
         if self.is_alone:
             [turn], [weight] = turns, weights
-            divide((turn.gradients[number] for number in turn.came), weight)
+            self._divide_alone([turn.gradients[number] for number in turn.came], weight)
             return LoopMeans(quotient(turn.loss, weight), (), {}, weight)
         if self._exchange is None:
             self._plan_anew()
