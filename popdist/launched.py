@@ -31,7 +31,8 @@ def main() -> None:
     setup, *parts = channel.receive().parts
     channel.limit(None)
     described = json.loads(bytes(setup))
-    sys.path += [folder for folder in described["path"] if folder not in sys.path]
+    # In the same order, so that a name is the same module here as in the launching process.
+    sys.path[:] = dict.fromkeys([*described["path"], *sys.path])
     sys.argv = described["argv"]
     know_sources(described["sources"])
     try:

@@ -80,8 +80,10 @@ class Point:
 
 
 def use_globals():
+    import pytest  # not the installed one
+
     popdist.init()
-    big[0] += popdist.getInstanceIndex()
+    big[0] += popdist.getInstanceIndex() + pytest.hidden
     try:
         popdist.launch(fail)
     except popdist.LifeCycleError as error:
@@ -128,9 +130,10 @@ print(json.dumps(said))
 def test_a_script_gets_results_and_exceptions_of_its_own_classes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
+    (tmp_path / "pytest.py").write_text("hidden = 10")
     finished = run_alone(sys.executable, str(script))
     said = json.loads(finished.stdout.splitlines()[-1])
-    assert said["points"] == [0.0, 1.0]
+    assert said["points"] == [10.0, 11.0], "modules are found in the same order as in the launching process"
     index, note, trace = said["unlucky"]
     assert (index, note) == (1, "raised by instance 1")
     assert f'File "{script}", line ' in trace
