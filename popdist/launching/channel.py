@@ -149,12 +149,12 @@ def _connect(environ: Mapping[str, str]) -> socket.socket:
         host, port = address.split(" ")
         return socket.create_connection((host, int(port)), timeout=GREETING_LIMIT_S)
     connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(GREETING_LIMIT_S)
     try:
-        connection.connect(f"\0{environ[ADDRESS_VARIABLE]}")
+        connection.connect(f"\0{environ[ADDRESS_VARIABLE]}")  # with a time limit, a full backlog would be an error
     except BaseException:
         connection.close()
         raise
+    connection.settimeout(GREETING_LIMIT_S)
     return connection
 
 

@@ -127,6 +127,27 @@ def test_silent_strangers_do_not_keep_instances_waiting(reception):
         connection.close()
 
 
+def test_an_instance_waits_for_a_place_in_a_full_backlog():
+    name = f"popdist-test-{os.getpid()}"
+    variables = {ADDRESS_VARIABLE: name, TOKEN_VARIABLE: "secret"}
+    begins = threading.Event()
+
+    def serve() -> None:
+        begins.wait(LIMIT_S)
+        listening.accept()[0].close()
+        channel.admit(listening.accept()[0], "secret").close()
+
+    with socket.socket(socket.AF_UNIX) as listening, socket.socket(socket.AF_UNIX) as first:
+        listening.bind(f"\0{name}")
+        listening.listen(0)
+        first.connect(f"\0{name}")
+        thread = threading.Thread(target=serve)
+        thread.start()
+        begins.set()
+        channel.call(variables).close()
+        thread.join(LIMIT_S)
+
+
 def test_an_instance_takes_nothing_from_a_false_launcher():
     name = f"popdist-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX) as listening:
