@@ -180,6 +180,36 @@ def test_an_interrupt_ends_the_job_and_is_raised_again():
     assert "poprun received SIGINT and ended all instances" in finished.own_text
 
 
+IN_POPEN = """
+import os, sys, time
+import popdist
+
+def wait():
+    print("begun", flush=True)
+    time.sleep(1000)
+
+def interrupt(frame, event, arg):
+    if frame.f_code.co_name == "_execute_child" and event in ("call", "return"):
+        if event == "return":
+            sys.settrace(None)
+            print(frame.f_locals["self"].stdout.readline())
+            raise KeyboardInterrupt
+        return interrupt
+
+sys.settrace(interrupt)
+try:
+    popdist.launch(wait)
+except KeyboardInterrupt:
+    print(os.waitpid(-1, 0)[1])
+"""
+
+
+def test_an_interrupt_while_poprun_is_started_ends_it_although_the_launching_process_goes_on():
+    """subprocess has started poprun, but has not returned an object that could end it."""
+    finished = run_alone(sys.executable, "-c", IN_POPEN)
+    assert finished.stdout.split() == ["b'begun\\n'", str((128 + signal.SIGTERM) << 8)]
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.complete)])
 def test_nothing_is_left_of_a_job_whose_launching_process_is_killed(number):
     job = waiting()
