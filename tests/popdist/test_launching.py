@@ -263,19 +263,18 @@ def sent(report: InstanceResult | InstanceFailure) -> InstanceResult | InstanceF
     return read_report(LaunchMessage(message.kind, [bytes(part) for part in message.parts]))
 
 
-def result(value: object, index: int, count: int = 2, attempt: int = 0) -> InstanceResult:
-    found = sent(InstanceResult(ReportSender(index, count, "h0", attempt), pack(value)))
+def result(value: object, index: int, count: int = 2, attempt: int = 0, may_lose: bool = False) -> InstanceResult:
+    found = sent(InstanceResult(ReportSender(index, count, "h0", attempt, may_lose), pack(value)))
     assert isinstance(found, InstanceResult)
     return found
 
 
 def failure(
-    error: Exception, index: int = 0, follows: bool = False, parts: list[bytes] | None = None
+    error: Exception, index: int = 0, follows: bool = False, parts: list[bytes] | None = None, attempt: int = 0
 ) -> InstanceFailure:
     parts = pack(error) if parts is None else parts
-    found = sent(
-        InstanceFailure(ReportSender(index, 2, "h0"), f"{type(error).__name__}: {error}", "  in f\n", follows, parts)
-    )
+    sender = ReportSender(index, 2, "h0", attempt)
+    found = sent(InstanceFailure(sender, f"{type(error).__name__}: {error}", "  in f\n", follows, parts))
     assert isinstance(found, InstanceFailure)
     return found
 
@@ -302,6 +301,20 @@ def test_the_exception_that_follows_from_no_other_instances_end_is_the_cause():
     assert "instance 1 on h0:\n  in f" in str(error.__cause__)
     assert error.__notes__ == ["raised by instance 1 on h0", "instance 0 on h0 also failed: OSError: peer lost"]
     assert cause_of([result("a", 0)]) is None
+    assert cause_of([failure(OSError("peer lost"), 0, follows=True)]) is None, "instance 1 was killed"
+
+
+def test_the_exception_of_the_last_attempt_is_the_cause():
+    error = cause_of([failure(OSError("first")), failure(KeyError("last"), 1, attempt=1)])
+    assert isinstance(error, KeyError)
+
+
+def test_a_job_that_goes_on_without_lost_instances_returns_the_other_results():
+    assert results_of([result("c", 2, 3, may_lose=True), result("a", 0, 3, may_lose=True)], 0) == ["a", "c"]
+    early, left = result("a", 0, 4, may_lose=True), [result(each, i, 2, may_lose=True) for i, each in enumerate("cd")]
+    assert results_of([*left, early], 0) == ["a", "c", "d"], "the last two were numbered anew"
+    with pytest.raises(LaunchError, match="no result has come from instance 0"):
+        results_of([failure(ValueError())], 0)
 
 
 @pytest.mark.parametrize("parts", [[], [b"no pickle"], [pickle.dumps("no exception")]])
