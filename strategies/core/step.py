@@ -13,6 +13,7 @@ import numpy as np
 
 from collectives import Communicator, PeerLostError
 from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE, Instruments
+from popdist.records.recording import OBSTACLE_TO_JOINS, note_obstacle
 from strategies.core.agreement import broadcast_text
 from strategies.core.carrier import Carrier
 from strategies.core.digest import majority_of
@@ -371,9 +372,11 @@ class StepLoop(Generic[State, Pending]):
 
         recorded = Recorded[State]("start of a training", lambda state: partial(int, state.step), replayed)
         self.carrier.first = local
-        part = self._rules.own_part
-        if part and not self._engine.has_copies():
-            warn_of_loss(self._members, f"every instance has a part of the state that no other has ({part})")
+        if self._rules.own_part and self._engine.can_keep_copies:
+            note_obstacle(self.carrier.obstacle, OBSTACLE_TO_JOINS)
+        elif self._rules.own_part:
+            warn_of_loss(self._members, self.carrier.obstacle)
+        if self._rules.own_part and not self._engine.has_copies():
             state = self._members.journal.perform(recorded, begun, survives=False)
         else:
             state = together(self._members, begun, share or self._share, local, recorded)

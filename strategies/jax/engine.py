@@ -120,6 +120,8 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         of_layers: The layers of a step, for sinks of metrics.
     """
 
+    can_keep_copies = True
+
     def __init__(
         self,
         replicas: Replicas,
