@@ -11,7 +11,7 @@ import numpy as np
 from popdist.instance import replica_blocks
 from popdist.records.distribution_settings import GRADIENT_NORM, WEIGHT_NORM, DistributionSettings
 from strategies.core.members import Members
-from strategies.core.metrics import UnreadArray
+from strategies.core.metrics import ReadingOfSteps, UnreadArray
 from strategies.exchange.shards import Shards
 from strategies.sinks.distribution import Distribution
 from strategies.typing import Leaf
@@ -66,12 +66,12 @@ class LayerLook:
 
     Attributes:
         step: Number of steps so far, including this one.
-        read: Returns the norms by name, given how many of the steps came later; waits for a device.
+        read: Reads the norms of the step; waits for a device.
         distributions: Distributions by name.
     """
 
     step: int
-    read: Callable[[int], Mapping[str, float]]
+    read: ReadingOfSteps
     distributions: Mapping[str, Distribution] = field(default_factory=dict)
 
 
@@ -99,10 +99,9 @@ def look(settings: DistributionSettings, step: int, layers: Callable[[], Layers]
         layers: Returns the layers of the step.
         members: The instances.
     """
-    norms, histograms = settings.norms_are_due(step), settings.histograms_are_due(step)
-    if not (norms or histograms):
+    if not settings.are_due(step):
         return None
-    known = layers()
+    norms, histograms, known = settings.norms_are_due(step), settings.histograms_are_due(step), layers()
     with np.errstate(all="ignore"):  # of layers whose training has failed
         return LayerLook(
             step + 1,
@@ -134,7 +133,7 @@ def _divided(array: np.ndarray, divisor: float) -> np.ndarray:
     return quotient
 
 
-def _norms(layers: Layers, members: Members) -> Callable[[int], Mapping[str, float]]:
+def _norms(layers: Layers, members: Members) -> ReadingOfSteps:
     """Return a function that reads the norms; those of arrays on the host are computed now."""
     weights = _norms_of(layers.variables, layers, members)
     gradients = _norms_of(layers.gradients, layers, members, [*map(layers.is_cut, range(len(layers.names)))])
