@@ -187,6 +187,7 @@ class StepLoop(Generic[State, Pending]):
         if self.scaling is not None and scale is not None:
             scale = arrived.scale_after(self.scaling, scale, arrived.is_finite) if arrived.is_weighted else scale.kept()
         settings = self._members.distributions
+        self._seen = None
         if settings is not None:
             layers = partial(self._engine.layers, state, pending, arrived)
             self._seen = look(settings, state.step, layers, self._members)
@@ -451,7 +452,7 @@ class StepLoop(Generic[State, Pending]):
             metrics: The metrics of the last step.
             tails: The metrics of each step.
         """
-        self.metrics = metrics
+        self.metrics, self._seen = metrics, None
         self.notice.agree(self.notice.is_given)
         rows, beside = partial(self._rules.rows_of, batches[0]), partial(self._beside, state, len(batches))
         tell_end(self._members, self._members.instruments, rows, 1, metrics, state.step, beside, tails)
