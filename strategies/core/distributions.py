@@ -18,6 +18,8 @@ from strategies.typing import Leaf
 
 _GRADIENTS, _WEIGHTS = "gradients", "weights"
 _NOT_IN_NAMES = re.compile(r"[^\w./ -]")
+_MOST_LETTERS = 200
+"""The most letters of a layer's name. MLflow takes 250 for the name of a number, such as `gradients/LAYER/p50`."""
 _CHUNK = 1 << 15
 """The elements that are squared at once; 256 KiB in float64, which a core's cache holds."""
 
@@ -76,10 +78,12 @@ class LayerLook:
 
 
 def layer_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Return names that all sinks accept: letters, digits, and `_./ -`; each of them is different."""
+    """Return names that all sinks accept: short relative paths of letters, digits, and `_. -`; all are different."""
     found: dict[str, None] = {}
     for name in names:
-        plain = _NOT_IN_NAMES.sub("_", name).strip() or "variables"
+        parts = _NOT_IN_NAMES.sub("_", name).strip().split("/")
+        plain = "/".join(part for part in parts if part not in ("", ".", ".."))[-_MOST_LETTERS:].strip("/")
+        plain = plain or "variables"
         number, chosen = 1, plain
         while chosen in found:
             number += 1
