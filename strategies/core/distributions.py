@@ -160,17 +160,19 @@ def _norms(layers: Layers, members: Members) -> ReadingOfSteps:
 def _norms_of(
     leaves: Sequence[Leaf], layers: Layers, members: Members, are_cut: Sequence[bool] | None = None
 ) -> UnreadArray:
-    if layers.device_norms is not None and not all(leaf is None or isinstance(leaf, np.ndarray) for leaf in leaves):
+    cut = np.flatnonzero(are_cut) if are_cut else np.zeros(0, np.int64)
+    are_on_host = all(leaf is None or isinstance(leaf, np.ndarray) for leaf in leaves)
+    if layers.device_norms is not None and not are_on_host and not len(cut):
         return layers.device_norms(leaves)
     replicas = members.num_replicas_in_sync
-    cut = np.flatnonzero(are_cut) if are_cut else np.zeros(0, np.int64)
     sums = np.zeros((len(leaves), replicas))
     for number, leaf in enumerate(leaves):
         if leaf is not None and number not in cut:
             sums[number] = squares_of_shards(layers.on_host(leaf).reshape(-1), replicas)
     if len(cut):
         assert layers.shards is not None
-        own = [_own_squares(leaves[number], layers.variables[number], layers.shards) for number in cut.tolist()]
+        parts = [(layers.on_host(leaves[number]), layers.variables[number]) for number in cut.tolist()]
+        own = [_own_squares(part, variable, layers.shards) for part, variable in parts]
         sums[cut] = _of_all_replicas(np.array(own), members)
     return np.sqrt(sums.sum(axis=1))
 
@@ -205,10 +207,10 @@ def squares_of_rows(rows: np.ndarray) -> np.ndarray:
     return sums
 
 
-def _own_squares(part: Leaf, variable: Leaf, shards: Shards) -> np.ndarray:
+def _own_squares(part: np.ndarray, variable: Leaf, shards: Shards) -> np.ndarray:
     """Return the sum of the squares of a gradient in the shard of each local replica."""
     size = shards.local * shards.part(variable)
-    own = np.asarray(part).reshape(-1)[:size]
+    own = part.reshape(-1)[:size]
     if own.size < size:
         own = np.pad(own, (0, size - own.size))
     return squares_of_rows(own.reshape(shards.local, -1))

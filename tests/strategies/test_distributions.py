@@ -16,9 +16,10 @@ from tiers import first_of
 import strategies
 from popdist.records.distribution_settings import DistributionSettings
 from strategies.core import distributions
-from strategies.core.distributions import layer_names, squares_of_rows, squares_of_shards
+from strategies.core.distributions import Layers, layer_names, look, squares_of_rows, squares_of_shards
 from strategies.core.weights import SKIP
 from strategies.jax.layers import JaxLayers
+from strategies.jax.replicas.shards import shards_of
 from strategies.loss_scaling import LossScaling
 from strategies.sinks import sinks as delivery_module
 from strategies.sinks.distribution import BINS, Distribution
@@ -113,6 +114,27 @@ class TestSquares:
         assert np.asarray(found).tolist() == pytest.approx(wanted, rel=1e-5)
         broken = JaxLayers.device_norms(JaxLayers(None, None, None), [jnp.array([1, jnp.inf]), jnp.array([jnp.nan, 1])])
         assert not np.isfinite(np.asarray(broken)).any()
+
+
+def test_parts_of_gradients_on_a_device_have_the_norms_of_the_whole(on_instances):
+    """As with PyTorch on GPUs, if the host divides the gradients of the optimizer state's shards."""
+
+    def norms(strategy):
+        replicas, [own] = strategy.replicas, strategy.local_replicas
+        part = jnp.asarray(RANDOM.reshape(2, -1)[own])
+        layers = Layers(
+            ("a", "b"),
+            [jnp.asarray(RANDOM), jnp.ones(3)],
+            [part, jnp.ones(3)],
+            shards=shards_of(replicas, min_elements=10),
+            device_norms=lambda leaves: JaxLayers.device_norms(JaxLayers(None, None, None), leaves),
+        )
+        return look(DistributionSettings(1, 0), 0, lambda: layers, replicas).read(0)
+
+    whole = float(np.linalg.norm(RANDOM.astype(np.float64)))
+    for found in on_instances(2, 2, norms):
+        assert found["gradient_norm/a"] == pytest.approx(whole, rel=1e-6)
+        assert [found["gradient_norm/b"], found["weight_norm/b"]] == pytest.approx([np.sqrt(3)] * 2)
 
 
 def test_names_of_layers_are_what_every_sink_accepts():
