@@ -24,6 +24,7 @@ class Gradient:
     optimizer: EstimatorOptimizer
     loss: Leaf
     name: str
+    variable: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,19 +66,22 @@ class EstimatorOptimizer:
             ValueError: If there is no variable, or one is not known.
         """
         known = current_call("compute_gradients").trained
-        chosen = [(name, one) for name, one in known.items() if var_list is None or any(one is own for own in var_list)]
-        if not chosen or len(chosen) < len(var_list or ()):
+        asked = list(known.values()) if var_list is None else list(var_list)
+        chosen = [(name, one) for own in asked for name, one in known.items() if one is own]
+        if not chosen or len(chosen) < len(asked):
             raise ValueError(f"No variables to optimize, or other ones than {', '.join(known) or 'none'}")
-        return [(Gradient(self, loss, name), one) for name, one in chosen]
+        return [(Gradient(self, loss, name, one), one) for name, one in chosen]
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: object = None) -> Update:
         """Return the update by gradients that `compute_gradients` of this optimizer returned, as a `train_op`.
 
         Raises:
             TypeError: If a gradient is anything else, for example a changed one.
-            ValueError: If there is no gradient; or a `global_step`, because the estimator counts the steps.
+            ValueError: If there is no gradient, gradients are of several losses, or a variable is not the gradient's
+                own. If there is a `global_step`, because the estimator counts the steps.
         """
-        gradients = [gradient for gradient, _ in grads_and_vars]
+        pairs = list(grads_and_vars)
+        gradients = [gradient for gradient, _ in pairs]
         if not gradients or global_step is not None:
             raise ValueError("No gradients provided for any variable, or a global_step, which the estimator increments")
         for one in gradients:
@@ -86,6 +90,12 @@ class EstimatorOptimizer:
                     f"apply_gradients gets {one!r}, not a gradient of its optimizer's compute_gradients; to change "
                     "gradients, give EstimatorOptimizer a MapGradientOptimizer or an optax.chain"
                 )
+        if any(one.loss is not gradients[0].loss for one in gradients):
+            raise ValueError(
+                "apply_gradients gets gradients of several losses; add the losses, and use their gradients"
+            )
+        if any(variable is not one.variable for one, variable in pairs):
+            raise ValueError("apply_gradients gets the gradient of another variable; keep pairs of compute_gradients")
         return Update(self, gradients[0].loss, frozenset(one.name for one in gradients))
 
 
@@ -142,11 +152,13 @@ class IPUEstimatorSpec:
 
     def update(self) -> Update | None:
         """Return the update of a training step; None if it changes no variable. Call it inside of `model_fn`."""
+        handles = [one for one in arguments_of(self.host_call) if isinstance(one, Gradient)]
+        if handles and not hasattr(self.train_op, "shape"):
+            raise ValueError("both train_op and host_call update variables; give the loss as train_op")
         if isinstance(self.train_op, Update):
             return self.train_op
-        handles = [one for one in arguments_of(self.host_call) if isinstance(one, Gradient)]
         if handles:
-            return handles[0].optimizer.apply_gradients((one, None) for one in handles)
+            return handles[0].optimizer.apply_gradients((one, one.variable) for one in handles)
         return None if hasattr(self.train_op, "shape") else EstimatorOptimizer(self.train_op).minimize(self.loss)
 
 
