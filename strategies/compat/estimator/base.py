@@ -25,7 +25,7 @@ from strategies.checkpoints.loading import find_checkpoint
 from strategies.compat.estimator.model_in_mode import REPORTED, UNUSED, ModelInMode, dealt
 from strategies.compat.estimator.run_config import InputFunction, ModeKeys, RunConfig, check_steps
 from strategies.compat.estimator.spec import IPUEstimatorSpec
-from strategies.data.sources import InputContext
+from strategies.data.sources import InputContext, Masked
 from strategies.errors import CheckpointError
 from strategies.ipu import IPUStrategy
 from strategies.strategy import Strategy, get_strategy
@@ -126,19 +126,24 @@ class Estimator(ABC):
         self._check_loops(strategy is not self._alone, steps, max_steps)
         first, batches = self._batches(input_fn, ModeKeys.TRAIN)
         network, trainer, state, done = self._training or self._begun(strategy, first)
+        if trainer.strategy is not strategy:
+            raise ValueError(
+                f"the estimator has trained with another {type(trainer.strategy).__name__}; use that, or a "
+                "new estimator with the model_dir"
+            )
         hooks, listeners = [*(hooks or ()), *network.spec.training_hooks], saving_listeners or ()
         workers = strategy.num_replicas_in_sync // devices.num_replicas
         saved_at = time.monotonic()
         with self._checkpoints(trainer) as checkpoints:
             state = checkpoints.restore(state)
-            done = checkpoints.extra.get("global_step", done)
+            done = checkpoints.extra.get("global_step", done or state.step * self._count)
             self._training = network, trainer, state, done
             end = max_steps if steps is None else done + steps
             _call(hooks, "begin")
             while end is None or done < end:
                 losses, before = [], done
                 for batch in itertools.islice(batches, each // self._count):
-                    state, metrics = trainer.step(state, _with_step(batch, before))
+                    state, metrics = trainer.step(state, _with_step(batch.values, before))
                     self._training = network, trainer, state, done + self._count
                     network.call_host(len(strategy.local_replicas) // devices.num_replicas, devices.num_replicas)
                     losses.append(metrics)
@@ -160,8 +165,12 @@ class Estimator(ABC):
                 if is_due and done != end:
                     saved_at = time.monotonic()
                     checkpoints.save(state)
-                    _call(listeners, "after_save", None, done)
+                    if listeners:
+                        checkpoints.wait()
+                        strategy.broadcast(np.int32(done))  # the checkpoint is there, also for other instances
+                        _call(listeners, "after_save", None, done)
             checkpoints.save(state)
+        strategy.broadcast(np.int32(done))
         _call(listeners, "end", None, done)
         _call(hooks, "end", None)
         return self
@@ -169,7 +178,9 @@ class Estimator(ABC):
     def _checkpoints(self, trainer: Trainer) -> AbstractContextManager[Any]:
         if self.model_dir is None:
             nothing: dict[str, Any] = {"restore": lambda state: state, "extra": {}}
-            return nullcontext(SimpleNamespace(**nothing, save=lambda state: None, after_step=lambda state: None))
+            return nullcontext(
+                SimpleNamespace(**nothing, save=lambda state: None, after_step=lambda state: None, wait=lambda: None)
+            )
         return Checkpoints(self.model_dir, trainer, every=_FAR, keep=self.config.keep_checkpoint_max or _FAR)
 
     def _begun(self, strategy: Strategy, element: Tree) -> tuple[ModelInMode, Trainer, TrainState, int]:
@@ -244,7 +255,9 @@ class Estimator(ABC):
         while left > 0 and (loop := list(itertools.islice(outputs, self.config.devices.iterations_per_loop))):
             rows = trees.map(_joined, *loop)
             rows = rows if predict_keys is None else {key: rows[key] for key in predict_keys}
-            count = len(trees.leaves(rows)[0])
+            count, *others = {len(leaf) for leaf in trees.leaves(rows)}
+            if others:
+                raise ValueError(f"predictions have {count} and {others[0]} rows; all need a row for each example")
             for number in range(min(count, left) if yield_single_examples else 0):
                 yield trees.map(lambda leaf: leaf[number], rows)  # noqa: B023  called at once
             if not yield_single_examples:
@@ -293,7 +306,10 @@ class Estimator(ABC):
         network = ModelInMode(self._model(mode), self.strategy_of(mode), first, values)
         trainer = Trainer(self.strategy_of(mode), network.loss_fn, optax.set_to_zero(), self.config.tf_random_seed or 0)
         state = trainer.init(network.trained, network.state)
-        return network, trainer, state, (_with_step(batch, step) for batch in batches), step
+        if not network.is_independent:  # padding would take part in collectives
+            whole = _whole(batches)
+            batches = iter(self.strategy_of(mode).distribute_datasets_from_function(lambda _: whole))
+        return network, trainer, state, (Masked(_with_step(one.values, step), one.mask) for one in batches), step
 
     def _values(self, path: str | Path | None) -> tuple[dict[str, Leaf], int]:
         """Return the variables by name and the global step: of a checkpoint, the last training or the newest one."""
@@ -377,15 +393,19 @@ class Estimator(ABC):
                 raise wrong_type("the result of input_fn", batches, "return an iterable of batches")
             return iter(batches)
 
-        def of_instance(_: InputContext) -> Iterator[Tree]:
+        def of_instance() -> Iterator[Masked]:
             inputs = [of_worker(number) for number in range(own.start // each, own.stop // each)]
-            return dealt(inputs, each, self._count if mode == ModeKeys.TRAIN else 1)
+            is_training = mode == ModeKeys.TRAIN
+            return dealt(inputs, each, self._count if is_training else 1, not is_training)
 
-        batches = iter(strategy.distribute_datasets_from_function(of_instance))
+        own_batches = of_instance()
+        batches = own_batches
+        if mode == ModeKeys.TRAIN:
+            batches = iter(strategy.distribute_datasets_from_function(lambda _: own_batches))
         first = next(batches, None)
         if first is None:
             raise ValueError("input_fn returns too few batches; give at least one for each replica and micro-batch")
-        return trees.map(lambda leaf: leaf[0], first), itertools.chain([first], batches)
+        return trees.map(lambda leaf: leaf[0], first.values), itertools.chain([first], batches)
 
 
 def checked(spec: Any, kind: type[Any], mode: str) -> Any:
@@ -402,6 +422,13 @@ def taken(named: Mapping[str, Any], takes: set[str]) -> dict[str, Any]:
 
 def _with_step(batch: Tree, step: int) -> Tree:
     return batch, np.full(len(trees.leaves(batch)[0]), step, np.int32)
+
+
+def _whole(batches: Iterator[Masked]) -> Iterator[Masked]:
+    for one in batches:
+        if not one.mask.all():
+            raise ValueError("not all replicas have a last batch, but model_fn combines replicas; give a multiple")
+        yield one
 
 
 def _joined(*leaves: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +17,7 @@ import strategies.trees as trees
 from strategies.compat.estimator.run_config import ModeKeys
 from strategies.compat.estimator.spec import Gradient, IPUEstimatorSpec, Update, arguments_of
 from strategies.compat.estimator.variables import CallVariables
+from strategies.data.sources import Masked
 from strategies.jax.evaluation.mean import Mean
 from strategies.jax.feeds.outfeed import OutfeedQueue
 from strategies.jax.replicas.replica_context import replica_context
@@ -23,6 +25,7 @@ from strategies.outcome import Outcome
 from strategies.strategy import Strategy
 from strategies.typing import Batch, Function, Key, Leaf, Tree, Variables
 
+logger = logging.getLogger(__name__)
 UNUSED = "(none)"
 REPORTED = "reported"
 
@@ -87,11 +90,13 @@ class ModelInMode:
     def metrics_fn(self, variables: Variables, batch: Batch, mask: Leaf, key: Key, *state: Tree) -> dict[str, Any]:
         """Return the loss and the metrics of an element."""
         spec, _, _ = self._in_step(variables, batch, key, state)
-        found = {"loss": _scalar(spec.loss), **(spec.eval_metric_ops or {})}
-        merged = {name: one for name, one in found.items() if hasattr(one, "merge")}
+        found = {"loss": spec.loss, **(spec.eval_metric_ops or {})}
         return {
-            name: Mean.of(jnp.asarray(one)[None], mask) for name, one in found.items() if name not in merged
-        } | merged
+            name: Mean(jnp.where(mask[0], one.total, 0), jnp.where(mask[0], one.count, 0))
+            if isinstance(one, Mean)
+            else Mean.of(_scalar(one, name)[None], mask)
+            for name, one in found.items()
+        }
 
     def arrays_fn(self, variables: Variables, batch: Batch, key: Key, *state: Tree) -> Tree:
         """Return the predictions for an element, or its loss and the arrays for `eval_metrics`, with an axis before."""
@@ -108,9 +113,9 @@ class ModelInMode:
                 own = trees.map(lambda leaf: leaf[replica], arrays)  # noqa: B023  called at once
                 found = {"loss": loss, **(function(**own) if isinstance(own, Mapping) else function(*own))}
                 for name, one in found.items():
-                    metric = one if hasattr(one, "merge") else Mean(np.float64(one), np.float64(1))
+                    metric = one if isinstance(one, Mean) else Mean(np.float64(_scalar(one, name)), np.float64(1))
                     merged[name] = merged[name].merge(metric) if name in merged else metric
-        return {name: one.value if isinstance(one, Mean) else one for name, one in merged.items()}
+        return {name: one.value for name, one in merged.items()}
 
     def call_host(self, workers: int, replicas: int) -> None:
         """Call the function of `host_call` once for each worker of this instance.
@@ -143,35 +148,46 @@ def _keras_scope(own: CallVariables) -> AbstractContextManager[object]:
     return KerasVariables(own)
 
 
-def _scalar(loss: Leaf) -> Leaf:
-    loss = jnp.asarray(loss)
-    return (loss if jnp.issubdtype(loss.dtype, jnp.floating) else loss.astype(jnp.float32)).reshape(())
+def _scalar(value: Any, name: str = "loss") -> Any:
+    array = value if isinstance(value, np.ndarray | np.generic) else jnp.asarray(value)
+    if array.size != 1:
+        raise ValueError(f"{name} of model_fn is of shape {list(array.shape)}; it must be a scalar, such as a mean")
+    return (array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(np.float32)).reshape(())
 
 
-def dealt(inputs: Sequence[Iterator[Any]], replicas: int, count: int) -> Iterator[Tree]:
-    """Yield the elements of an instance's replicas for each step, stacked, as long as all inputs have enough.
+def dealt(inputs: Sequence[Iterator[Any]], replicas: int, count: int, pads: bool) -> Iterator[Masked]:
+    """Yield the elements of an instance's replicas for each step, stacked, with their mask.
 
     Args:
         inputs: Input of each worker.
         replicas: Number of replicas of a worker. Element i * replicas + r is micro-batch i of replica r.
         count: Number of micro-batches of a step.
+        pads: Whether to repeat an element for replicas that have none left, from the second step on. If not, end, and
+            warn of elements that are left.
 
     Raises:
         ValueError: If batches differ in their shapes.
     """
-    first = None
+    first, each = None, replicas * count
     while True:
-        rows: list[Tree] = []
-        for own in inputs:
-            part = [_element(one) for one in islice(own, replicas * count)]
-            if len(part) < replicas * count:
-                return
-            rows += [one for replica in range(replicas) for one in part[replica::replicas]]
-        shapes = [trees.map(lambda leaf: (leaf.shape, leaf.dtype), row) for row in rows]
-        first = first or shapes[0]
-        if other := [one for one in shapes if one != first]:
-            raise ValueError(f"a batch of input_fn has {other[0]}, but the first has {first}; drop the remainder")
-        yield trees.map(lambda *leaves: np.stack(leaves), *rows)
+        parts = [[_element(one) for one in islice(own, each)] for own in inputs]
+        mask = np.array([number < len(part) for part in parts for number in range(each)])
+        if not mask.any() or not (mask.all() or (pads and first)):
+            if mask.any():
+                logger.warning("%d batches of input_fn are not used, because not all replicas have one", mask.sum())
+            return
+        first = first or parts[0][0]
+        parts = [part + [first] * (each - len(part)) for part in parts]
+        rows = [one for part in parts for replica in range(replicas) for one in part[replica::replicas]]
+        if other := [one for one in rows if _shapes(one) != _shapes(first)]:
+            raise ValueError(
+                f"a batch of input_fn has {_shapes(other[0])}, but the first has {_shapes(first)}; drop the remainder"
+            )
+        yield Masked(trees.map(lambda *leaves: np.stack(leaves), *rows), mask)
+
+
+def _shapes(element: Tree) -> Tree:
+    return trees.map(lambda leaf: (leaf.shape, leaf.dtype), element)
 
 
 def _element(given: Any) -> tuple[Tree, ...]:
