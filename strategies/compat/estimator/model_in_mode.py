@@ -15,7 +15,7 @@ import numpy as np
 
 import strategies.trees as trees
 from strategies.compat.estimator.run_config import ModeKeys
-from strategies.compat.estimator.spec import Gradient, IPUEstimatorSpec, Update, arguments_of
+from strategies.compat.estimator.spec import Gradient, IPUEstimatorSpec, Update
 from strategies.compat.estimator.variables import CallVariables
 from strategies.data.sources import Masked
 from strategies.jax.evaluation.mean import Mean
@@ -81,40 +81,30 @@ class ModelInMode:
         """Return the loss to differentiate, and the loss to report if it is another one."""
         spec, own, update = self._in_step(variables, batch, key, state)
         loss = spec.loss if update is None else update.loss
-        metrics = {} if loss is spec.loss else {REPORTED: _scalar(spec.loss)}
-        if arrays := [one for one in arguments_of(spec.host_call) if not isinstance(one, Gradient)]:
+        metrics = {} if loss is spec.loss else {REPORTED: 1.0 * _scalar(spec.loss, "loss")}
+        if arrays := [one for one in spec.host_arguments if not isinstance(one, Gradient)]:
             self._outfeed.enqueue([jax.lax.stop_gradient(jnp.asarray(one)) for one in arrays])
         after = {name: own.assigned.get(name, own.values[name]) for name in self.state} if self.state else None
-        return Outcome(_scalar(loss), metrics, after)
-
-    def metrics_fn(self, variables: Variables, batch: Batch, mask: Leaf, key: Key, *state: Tree) -> dict[str, Any]:
-        """Return the loss and the metrics of an element."""
-        spec, _, _ = self._in_step(variables, batch, key, state)
-        found = {"loss": spec.loss, **(spec.eval_metric_ops or {})}
-        return {
-            name: Mean(jnp.where(mask[0], one.total, 0), jnp.where(mask[0], one.count, 0))
-            if isinstance(one, Mean)
-            else Mean.of(_scalar(one, name)[None], mask)
-            for name, one in found.items()
-        }
+        return Outcome(1.0 * _scalar(loss, "loss"), metrics, after)  # a float, if it is an integer
 
     def arrays_fn(self, variables: Variables, batch: Batch, key: Key, *state: Tree) -> Tree:
-        """Return the predictions for an element, or its loss and the arrays for `eval_metrics`, with an axis before."""
+        """Return the predictions for an element, or its metrics and arrays for `eval_metrics`, with an axis before."""
         spec, _, _ = self._in_step(variables, batch, key, state)
-        found = spec.predictions if spec.eval_metrics is None else (_scalar(spec.loss), spec.eval_metrics[1])
+        found = spec.predictions
+        if spec.mode == ModeKeys.EVAL:
+            found = _means({"loss": spec.loss, **(spec.eval_metric_ops or {})}), (spec.eval_metrics or (dict, []))[1]
         return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], found)
 
-    def host_metrics(self, batches: Iterable[Tree]) -> dict[str, Any]:
-        """Merge the losses and the results of `eval_metrics`, batch by batch and replica by replica."""
-        merged: dict[str, Any] = {}
-        function = self.spec.eval_metrics[0] if self.spec.eval_metrics else dict
-        for losses, arrays in batches:
-            for replica, loss in enumerate(losses):
-                own = trees.map(lambda leaf: leaf[replica], arrays)  # noqa: B023  called at once
-                found = {"loss": loss, **(function(**own) if isinstance(own, Mapping) else function(*own))}
+    def metrics(self, batches: Iterable[Tree]) -> dict[str, Any]:
+        """Merge the metrics, and those of `eval_metrics`, element by element."""
+        merged: dict[str, Mean] = {}
+        function = (self.spec.eval_metrics or (dict, []))[0]
+        for batch in batches:
+            for row in range(len(trees.leaves(batch)[0])):
+                found, arrays = trees.map(lambda leaf: leaf[row], batch)  # noqa: B023  called at once
+                found |= _means(function(**arrays) if isinstance(arrays, Mapping) else function(*arrays))
                 for name, one in found.items():
-                    metric = one if isinstance(one, Mean) else Mean(np.float64(_scalar(one, name)), np.float64(1))
-                    merged[name] = merged[name].merge(metric) if name in merged else metric
+                    merged[name] = merged[name].merge(one.widened()) if name in merged else one.widened()
         return {name: one.value for name, one in merged.items()}
 
     def call_host(self, workers: int, replicas: int) -> None:
@@ -126,7 +116,7 @@ class ModelInMode:
         """
         if self.spec.host_call is None:
             return
-        function, given = self.spec.host_call[0], arguments_of(self.spec.host_call)
+        function, given = self.spec.host_call
         handles = {one.name for one in given if isinstance(one, Gradient)}
         fed = self._outfeed.dequeue() if len(handles) < len(given) else []
         lead = 1 if workers * replicas == 1 else 2
@@ -148,11 +138,21 @@ def _keras_scope(own: CallVariables) -> AbstractContextManager[object]:
     return KerasVariables(own)
 
 
-def _scalar(value: Any, name: str = "loss") -> Any:
-    array = value if isinstance(value, np.ndarray | np.generic) else jnp.asarray(value)
+def _means(found: Mapping[str, Any]) -> dict[str, Mean]:
+    return {name: one if isinstance(one, Mean) else Mean(_scalar(one, name), 1.0) for name, one in found.items()}
+
+
+def _scalar(value: Any, name: str) -> Any:
+    array = (
+        value
+        if hasattr(value, "shape")
+        else np.asarray(value)
+        if isinstance(value, int | float)
+        else jnp.asarray(value)
+    )
     if array.size != 1:
         raise ValueError(f"{name} of model_fn is of shape {list(array.shape)}; it must be a scalar, such as a mean")
-    return (array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(np.float32)).reshape(())
+    return array.reshape(())
 
 
 def dealt(inputs: Sequence[Iterator[Any]], replicas: int, count: int, pads: bool) -> Iterator[Masked]:
@@ -179,10 +179,8 @@ def dealt(inputs: Sequence[Iterator[Any]], replicas: int, count: int, pads: bool
         first = first or parts[0][0]
         parts = [part + [first] * (each - len(part)) for part in parts]
         rows = [one for part in parts for replica in range(replicas) for one in part[replica::replicas]]
-        if other := [one for one in rows if _shapes(one) != _shapes(first)]:
-            raise ValueError(
-                f"a batch of input_fn has {_shapes(other[0])}, but the first has {_shapes(first)}; drop the remainder"
-            )
+        if other := [_shapes(one) for one in rows if _shapes(one) != _shapes(first)]:
+            raise ValueError(f"a batch of input_fn has {other[0]}, but the first {_shapes(first)}; drop the remainder")
         yield Masked(trees.map(lambda *leaves: np.stack(leaves), *rows), mask)
 
 
