@@ -166,6 +166,27 @@ def test_a_module_may_state_the_weight_of_its_loss(options):
     assert bits(model) == bits(trained(strategy, **options)[0])
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("record", [torch.jit.trace, also(torch.export.export)])
+def test_a_recorded_module_warns_that_it_states_no_weight(record):
+    batch = data()
+    with pytest.warns(UserWarning, match="loss_weight is no part of a traced or exported module"):
+        record(Stating(), (batch["x"], batch["y"]))
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize("compiles", ["the module", "a method"])
+def test_a_compiled_module_states_the_weights_of_every_batch(compiles):
+    """A compilation that kept the first weight, or none, would train another model."""
+    module, batch = Stating(), data()
+    model = torch.compile(module, backend="aot_eager")
+    if compiles == "a method":
+        model, _ = module, module.compile(backend="aot_eager")
+    trained(strategies.IPUStrategy(REPLICAS), lambda own, batch: own(batch["x"], batch["y"]), model)
+    assert math.isfinite(model(batch["x"], batch["y"]).item())
+    check_close(module.model, alone()[0])
+
+
 def test_a_poptorch_model_trains_with_the_mean_over_all_tokens():
     """Its loss is `CrossEntropyLoss(ignore_index=...)` inside of the module, marked as PopTorch's examples do."""
 
