@@ -439,7 +439,7 @@ def test_gradients_changed_between_weighted_passes_are_refused(change):
 
 
 def test_an_optimizer_refuses_sums_of_weighted_gradients():
-    """As at the end of an epoch whose micro-batches do not divide evenly."""
+    """Such sums remain at the end of an epoch whose micro-batches do not divide evenly."""
     (module, model), (other, _) = (distributed(strategies.IPUStrategy(1), new_model()) for _ in range(2))
     optimizer, of_other = (torch.optim.SGD(one.parameters(), LR) for one in (module, other))
     rows = {name: array[3:] for name, array in data().items()}
@@ -455,7 +455,7 @@ def test_an_optimizer_refuses_sums_of_weighted_gradients():
 
 
 def test_a_micro_batch_whose_gradients_are_zero_counts():
-    """As with a hinge loss whose rows are all right."""
+    """A hinge loss has such micro-batches."""
     module, model = distributed(strategies.IPUStrategy(1), nn.Linear(1, 1))
     with model.no_sync():
         model.weighted_backward(model(torch.ones(2, 1)).sum() * 0, 3)

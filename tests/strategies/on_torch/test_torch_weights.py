@@ -469,7 +469,7 @@ def test_a_bad_weight_in_an_evaluation_is_an_error_on_all_instances(on_instances
 
 @pytest.mark.parametrize("instances", [1, 2])
 def test_an_evaluation_refuses_weights_of_some_rows_only(on_instances, instances):
-    """Also if no instance can know, because each has weights for all of its rows or for none."""
+    """Weights for all rows of one instance, and for none of the other, are refused on both."""
 
     def refused(strategy):
         trainer = sgd_trainer(strategy, new_model(), loss_fn)
