@@ -31,7 +31,7 @@ from strategies.torch.local_gradients import LocalGradients
 from strategies.torch.loop_buffers import LoopBuffers
 from strategies.torch.loop_exchange import HostLoopExchange, LoopExchange, Told
 from strategies.torch.loop_means import LoopMeans, Turn, received_means, refuse_spares
-from strategies.torch.loop_state import LoopState, agree_on_losses
+from strategies.torch.loop_state import LoopState, agree_on_losses, refuse_open_sums
 from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.module_parts import ModuleWatch, Slot
 from strategies.torch.on_device.device_loop_exchange import DeviceLoopExchange
@@ -91,6 +91,7 @@ class GradientAveraging:
         self._changes = LoopBuffers(module, self.buffers)
         self.writes = self._changes.writes
         self._hooks.follow(self._watch.named)
+        weakref.finalize(self, refuse_open_sums(self._hooks, loop.weights))
         if not self.is_alone:
             weakref.finalize(self, agree_on_losses(self.averages, replicas, loop.weights))
 

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from strategies.torch.pass_weights import Named
 
-Arrived = Callable[[torch.Tensor], None]
+Complete = Callable[[torch.Tensor], None]
 """(parameter whose gradient is complete) -> None. Called by autograd."""
 
 
@@ -22,7 +22,7 @@ class GradientHooks:
         arrived: A method that gets each parameter. Only a weak reference to it is kept, so its object can be freed.
     """
 
-    def __init__(self, arrived: Arrived) -> None:
+    def __init__(self, arrived: Complete) -> None:
         self._told = partial(_tell, weakref.WeakMethod(arrived))
         self._hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
         weakref.finalize(self, _remove, self._hooks)
@@ -43,7 +43,7 @@ class GradientHooks:
             one.requires_grad_(is_trained)
 
 
-def _tell(method: weakref.WeakMethod[Arrived], parameter: torch.Tensor) -> None:
+def _tell(method: weakref.WeakMethod[Complete], parameter: torch.Tensor) -> None:
     if (arrived := method()) is not None:
         arrived(parameter)
 

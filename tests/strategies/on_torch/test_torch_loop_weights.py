@@ -438,8 +438,24 @@ def test_gradients_changed_between_weighted_passes_are_refused(change):
         model.weighted_backward(*mean_over_tokens(model, rows))
 
 
+def test_an_optimizer_refuses_sums_of_weighted_gradients():
+    """Such sums remain at the end of an epoch whose micro-batches do not divide evenly."""
+    (module, model), (other, _) = (distributed(strategies.IPUStrategy(1), new_model()) for _ in range(2))
+    optimizer, of_other = (torch.optim.SGD(one.parameters(), LR) for one in (module, other))
+    rows = {name: array[3:] for name, array in data().items()}
+    with model.no_sync():
+        model.weighted_backward(*mean_over_tokens(model, rows))
+    of_other.step()
+    with pytest.raises(StrategyError, match=r"SGD would use gradients that are sums of weighted gradients"):
+        optimizer.step()
+    assert bits(module) == bits(other)
+    model.weighted_backward(*mean_over_tokens(model, rows))
+    optimizer.step()
+    check_close(module, alone(1)[0])
+
+
 def test_a_micro_batch_whose_gradients_are_zero_counts():
-    """As with a hinge loss whose rows are all right."""
+    """A hinge loss has such micro-batches."""
     module, model = distributed(strategies.IPUStrategy(1), nn.Linear(1, 1))
     with model.no_sync():
         model.weighted_backward(model(torch.ones(2, 1)).sum() * 0, 3)

@@ -186,6 +186,27 @@ def test_a_module_may_state_the_weight_of_its_loss(options):
     assert bits(model) == bits(trained(strategy, **options)[0])
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("record", [torch.jit.trace, also(torch.export.export)])
+def test_a_recorded_module_warns_that_it_states_no_weight(record):
+    batch = data()
+    with pytest.warns(UserWarning, match="loss_weight is no part of a traced or exported module"):
+        record(Stating(), (batch["x"], batch["y"]))
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize("compiles", ["the module", "a method"])
+def test_a_compiled_module_states_the_weights_of_every_batch(compiles):
+    """A compilation that kept the first weight, or none, would train another model."""
+    module, batch = Stating(), data()
+    model = torch.compile(module, backend="aot_eager")
+    if compiles == "a method":
+        model, _ = module, module.compile(backend="aot_eager")
+    trained(strategies.IPUStrategy(REPLICAS), lambda own, batch: own(batch["x"], batch["y"]), model)
+    assert math.isfinite(model(batch["x"], batch["y"]).item())
+    check_close(module.model, alone()[0])
+
+
 def test_a_poptorch_model_trains_with_the_mean_over_all_tokens():
     """Its loss is `CrossEntropyLoss(ignore_index=...)` inside of the module, marked as PopTorch's examples do."""
 
@@ -468,7 +489,7 @@ def test_a_bad_weight_in_an_evaluation_is_an_error_on_all_instances(on_instances
 
 @pytest.mark.parametrize("instances", [1, 2])
 def test_an_evaluation_refuses_weights_of_some_rows_only(on_instances, instances):
-    """Also if no instance can know, because each has weights for all of its rows or for none."""
+    """Weights for all rows of one instance, and for none of the other, are refused on both."""
 
     def refused(strategy):
         trainer = sgd_trainer(strategy, new_model(), loss_fn)
