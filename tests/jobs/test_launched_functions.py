@@ -61,7 +61,7 @@ def test_a_function_of_a_test_has_the_same_bits_on_any_number_of_instances(insta
 # ---- from a script
 
 SCRIPT = """
-import json, sys, threading
+import atexit, json, os, sys, threading
 import numpy as np
 import popdist
 
@@ -106,6 +106,16 @@ def nothing_to_send():
     return threading.Lock()
 
 
+def fork():
+    reader, writer = os.pipe()
+    if pid := os.fork():
+        atexit.register(os.waitpid, pid, 0)
+        atexit.register(os.write, writer, b".")
+        return "parent"
+    os.read(reader, 1)
+    return "child, after its parent"
+
+
 def tell(call, *args, **options):
     try:
         call(*args, **options)
@@ -120,6 +130,7 @@ try:
     popdist.launch(fail, num_instances=2)
 except Unlucky as error:
     said["unlucky"] = [error.index, error.__notes__[0].split(" on ")[0], str(error.__cause__)]
+said["fork"] = popdist.launch(fork)
 tell(popdist.launch, nothing_to_send)
 tell(popdist.launch, leave)
 tell(popdist.launch, fail, num_instances=2, num_replicas=3)
@@ -141,6 +152,7 @@ def test_a_script_gets_results_and_exceptions_of_its_own_classes(tmp_path):
     assert "launched.py" not in trace
     assert finished.stderr.count("Traceback") == 0, "what the launching process raises is not printed too"
     assert "called inside a job: this process belongs to instance 1 of 2" in said["nested"]
+    assert said["fork"] == ["parent"]
     assert said["nothing_to_send"][0] == "TypeError"
     assert "the result of the function, a lock, cannot be pickled" in said["nothing_to_send"][1]
     assert said["leave"][::2] == ["LaunchError", 3]
