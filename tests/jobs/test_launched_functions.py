@@ -71,7 +71,7 @@ said = {}
 
 class Unlucky(Exception):
     def __init__(self, index, reason):
-        super().__init__(index, reason)
+        super().__init__(reason)
         self.index = index
 
 
