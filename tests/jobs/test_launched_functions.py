@@ -15,7 +15,10 @@ from tiers import only
 
 import popdist
 
-pytestmark = [pytest.mark.job, pytest.mark.cores(2)]
+SEVERAL_LIMIT_S = 2 * LIMIT_S
+"""Time limit of a script with several launches."""
+
+pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(SEVERAL_LIMIT_S + 50)]
 
 REPLICAS = 4
 
@@ -142,7 +145,7 @@ def test_a_script_gets_results_and_exceptions_of_its_own_classes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     (tmp_path / "pytest.py").write_text("hidden = 10")
-    finished = run_alone(sys.executable, str(script))
+    finished = run_alone(sys.executable, str(script), limit_s=SEVERAL_LIMIT_S)
     said = json.loads(finished.stdout.splitlines()[-1])
     assert said["points"] == [10.0, 11.0], "modules are found in the same order as in the launching process"
     index, note, trace = said["unlucky"]
@@ -266,7 +269,7 @@ def test_functions_of_test_files_travel_however_pytest_has_imported_them(tmp_pat
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_own.py").write_text(TEST_FILE)
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--import-mode={mode}", "--rootdir", str(tmp_path))
-    finished = run_alone(sys.executable, *words, str(tmp_path / "tests"), cwd=tmp_path)
+    finished = run_alone(sys.executable, *words, str(tmp_path / "tests"), cwd=tmp_path, limit_s=SEVERAL_LIMIT_S)
     assert "1 passed" in finished.stdout
 
 
@@ -307,7 +310,7 @@ print([expected, popdist.launch(train, num_instances=2, num_replicas=4, options=
 def test_the_instances_that_are_left_return_results(tmp_path, how, options, count):
     script = tmp_path / "script.py"
     script.write_text(LOSSES)
-    finished = run_alone(sys.executable, str(script), how, *options)
+    finished = run_alone(sys.executable, str(script), how, *options, limit_s=SEVERAL_LIMIT_S)
     [[_, expected]], results = ast.literal_eval(finished.stdout.splitlines()[-1])
     assert results == [(index, expected) for index in range(count)]
     if how == "raise":
