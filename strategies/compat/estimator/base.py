@@ -39,7 +39,7 @@ _FAR = 1 << 60
 _SIZES = {ModeKeys.TRAIN: "train_batch_size", ModeKeys.EVAL: "eval_batch_size", ModeKeys.PREDICT: "predict_batch_size"}
 
 
-class Model(NamedTuple):
+class EstimatorModel(NamedTuple):
     """A model in a mode, for a trainer.
 
     Attributes:
@@ -363,7 +363,7 @@ class Estimator(ABC):
         return each
 
     @abstractmethod
-    def _model(self, mode: str) -> Model:
+    def _model(self, mode: str) -> EstimatorModel:
         """Return the model in a mode, for a trainer."""
 
     def _batches(self, input_fn: InputFunction, mode: str, count: int) -> tuple[Tree, Iterator[Masked]]:

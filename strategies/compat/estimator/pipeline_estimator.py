@@ -10,7 +10,7 @@ from typing import Any, final
 from typing_extensions import override
 
 from strategies.argument_checks import positive
-from strategies.compat.estimator.base import Estimator, Model, checked, taken
+from strategies.compat.estimator.base import Estimator, EstimatorModel, checked, taken
 from strategies.compat.estimator.run_config import ModeKeys
 from strategies.compat.estimator.spec import CrossReplicaOptimizer, IPUEstimatorSpec
 from strategies.compat.functions.optimizer_function import OptimizerFunctionOutput
@@ -110,7 +110,7 @@ class IPUPipelineEstimator(Estimator):
         return spec
 
     @override
-    def _model(self, mode: str) -> Model:
+    def _model(self, mode: str) -> EstimatorModel:
         own, count, options = self._pipeline(mode), 1, {}
         if mode == ModeKeys.TRAIN:
             count, each = positive("gradient_accumulation_count", own.count), self.config.devices.iterations_per_loop
@@ -139,4 +139,4 @@ class IPUPipelineEstimator(Estimator):
                 update = CrossReplicaOptimizer(found.opt).minimize(found.loss, None, found.variables)
                 return IPUEstimatorSpec(mode, loss=found.loss, train_op=update, **own.hooks)
 
-        return Model(call, count, options)
+        return EstimatorModel(call, count, options)
