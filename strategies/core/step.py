@@ -13,6 +13,7 @@ import numpy as np
 
 from collectives import Communicator, PeerLostError
 from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE, Instruments
+from popdist.records.recording import OBSTACLE_TO_JOINS, note_obstacle
 from strategies.core.agreement import broadcast_text
 from strategies.core.carrier import Carrier
 from strategies.core.digest import majority_of
@@ -186,6 +187,7 @@ class StepLoop(Generic[State, Pending]):
         if self.scaling is not None and scale is not None:
             scale = arrived.scale_after(self.scaling, scale, arrived.is_finite) if arrived.is_weighted else scale.kept()
         settings = self._members.distributions
+        self._seen = None
         if settings is not None:
             layers = partial(self._engine.layers, state, pending, arrived)
             self._seen = look(settings, state.step, layers, self._members)
@@ -371,9 +373,11 @@ class StepLoop(Generic[State, Pending]):
 
         recorded = Recorded[State]("start of a training", lambda state: partial(int, state.step), replayed)
         self.carrier.first = local
-        part = self._rules.own_part
-        if part and not self._engine.has_copies():
-            warn_of_loss(self._members, f"every instance has a part of the state that no other has ({part})")
+        if self._rules.own_part and self._engine.can_keep_copies:
+            note_obstacle(self.carrier.obstacle, OBSTACLE_TO_JOINS)
+        elif self._rules.own_part:
+            warn_of_loss(self._members, self.carrier.obstacle)
+        if self._rules.own_part and not self._engine.has_copies():
             state = self._members.journal.perform(recorded, begun, survives=False)
         else:
             state = together(self._members, begun, share or self._share, local, recorded)
@@ -448,7 +452,7 @@ class StepLoop(Generic[State, Pending]):
             metrics: The metrics of the last step.
             tails: The metrics of each step.
         """
-        self.metrics = metrics
+        self.metrics, self._seen = metrics, None
         self.notice.agree(self.notice.is_given)
         rows, beside = partial(self._rules.rows_of, batches[0]), partial(self._beside, state, len(batches))
         tell_end(self._members, self._members.instruments, rows, 1, metrics, state.step, beside, tails)

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 from poprun_jobs import LIMIT_S, ROOT_ALLOWED, Finished, Job, await_none, run_alone, start_command
+from tiers import only
 
 import popdist
 
@@ -43,18 +44,18 @@ def sum_over(data: np.ndarray, greeting: str) -> tuple[int, bytes]:
 
 
 @pytest.mark.usefixtures("allowed")
-def test_a_function_of_a_test_has_the_same_bits_on_any_number_of_instances(seed, capsys):
+@pytest.mark.parametrize("instances", only([2], [1, 2, 4]))
+def test_a_function_of_a_test_has_the_same_bits_on_any_number_of_instances(instances, seed, capsys):
     data = np.random.default_rng(seed).standard_normal((REPLICAS, 1001)).astype(np.float32)
     expected = ((data[0] + data[1]) + (data[2] + data[3])).tobytes()
-    for instances in (1, 2, 4):
-        found = popdist.launch(sum_over, data, "instance", num_instances=instances, num_replicas=REPLICAS)
-        assert found == [(index, expected) for index in range(instances)]
-        shown = capsys.readouterr()
-        tags = [f"[1,{index}]" for index in range(instances)]
-        plain = "" if instances == 1 else "<stdout>:"
-        out = [f"{tag * bool(plain)}{plain}instance {index}" for index, tag in enumerate(tags)]
-        assert sorted(shown.out.splitlines()) == out
-        assert sorted(shown.err.splitlines()) == [f"{tag}<stderr>:trouble" for tag in tags]
+    found = popdist.launch(sum_over, data, "instance", num_instances=instances, num_replicas=REPLICAS)
+    assert found == [(index, expected) for index in range(instances)]
+    shown = capsys.readouterr()
+    tags = [f"[1,{index}]" for index in range(instances)]
+    plain = "" if instances == 1 else "<stdout>:"
+    out = [f"{tag * bool(plain)}{plain}instance {index}" for index, tag in enumerate(tags)]
+    assert sorted(shown.out.splitlines()) == out
+    assert sorted(shown.err.splitlines()) == [f"{tag}<stderr>:trouble" for tag in tags]
 
 
 # ---- from a script
@@ -80,8 +81,10 @@ class Point:
 
 
 def use_globals():
+    import pytest  # not the installed one
+
     popdist.init()
-    big[0] += popdist.getInstanceIndex()
+    big[0] += popdist.getInstanceIndex() + pytest.hidden
     try:
         popdist.launch(fail)
     except popdist.LifeCycleError as error:
@@ -89,8 +92,7 @@ def use_globals():
 
 
 def leave():
-    popdist.init()
-    sys.exit(3 * popdist.getInstanceIndex())
+    sys.exit(3)
 
 
 def fail():
@@ -119,7 +121,7 @@ try:
 except Unlucky as error:
     said["unlucky"] = [error.index, error.__notes__[0].split(" on ")[0], str(error.__cause__)]
 tell(popdist.launch, nothing_to_send)
-tell(popdist.launch, leave, num_instances=2)
+tell(popdist.launch, leave)
 tell(popdist.launch, fail, num_instances=2, num_replicas=3)
 print(json.dumps(said))
 """
@@ -128,9 +130,10 @@ print(json.dumps(said))
 def test_a_script_gets_results_and_exceptions_of_its_own_classes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
+    (tmp_path / "pytest.py").write_text("hidden = 10")
     finished = run_alone(sys.executable, str(script))
     said = json.loads(finished.stdout.splitlines()[-1])
-    assert said["points"] == [0.0, 1.0]
+    assert said["points"] == [10.0, 11.0], "modules are found in the same order as in the launching process"
     index, note, trace = said["unlucky"]
     assert (index, note) == (1, "raised by instance 1")
     assert f'File "{script}", line ' in trace
@@ -151,8 +154,6 @@ import sys, time
 import popdist
 
 def wait():
-    popdist.init()
-    popdist.synchronize()
     print("begun", flush=True)
     time.sleep(1000)
 
@@ -175,6 +176,36 @@ def test_an_interrupt_ends_the_job_and_is_raised_again():
     finished: Finished = job.finish()
     assert finished.stdout.splitlines()[-1] == "interrupted: the job of wait was ended"
     assert "poprun received SIGINT and ended all instances" in finished.own_text
+
+
+IN_POPEN = """
+import os, sys, time
+import popdist
+
+def wait():
+    print("begun", flush=True)
+    time.sleep(1000)
+
+def interrupt(frame, event, arg):
+    if frame.f_code.co_name == "_execute_child" and event in ("call", "return"):
+        if event == "return":
+            sys.settrace(None)
+            print(frame.f_locals["self"].stdout.readline())
+            raise KeyboardInterrupt
+        return interrupt
+
+sys.settrace(interrupt)
+try:
+    popdist.launch(wait)
+except KeyboardInterrupt:
+    print(os.waitpid(-1, 0)[1])
+"""
+
+
+def test_an_interrupt_while_poprun_is_started_ends_it_although_the_launching_process_goes_on():
+    """subprocess has started poprun, but has not returned an object that could end it."""
+    finished = run_alone(sys.executable, "-c", IN_POPEN)
+    assert finished.stdout.split() == ["b'begun\\n'", str((128 + signal.SIGTERM) << 8)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.complete)])

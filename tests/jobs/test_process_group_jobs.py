@@ -16,6 +16,7 @@ from poprun_jobs import ROOT, run, start, start_command, start_mpirun
 pytestmark = [
     pytest.mark.job,
     pytest.mark.cores(2),
+    pytest.mark.timeout(300),
     pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed"),
 ]
 
@@ -100,7 +101,6 @@ def test_ddp_under_poprun_has_the_bits_of_the_tree():
 
 
 @pytest.mark.complete
-@pytest.mark.timeout(300)
 def test_the_bits_are_the_same_over_every_transport_and_launcher(tmp_path):
     jobs = [
         by_poprun(3, *PROGRAM),
@@ -165,7 +165,6 @@ with tempfile.TemporaryDirectory() as folder:
 
 
 @pytest.mark.complete
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("library", "training"), [("accelerate", OF_ACCELERATE), ("transformers", OF_TRANSFORMERS)])
 def test_libraries_train_over_the_group_that_exists(library, training):
     pytest.importorskip(library)

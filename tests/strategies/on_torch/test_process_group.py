@@ -153,7 +153,8 @@ def test_tensors_with_gaps_and_without_elements_are_reduced_and_moved():
         scalar = torch.tensor(float(group.rank()), requires_grad=True)
         dist.all_reduce(scalar, group=group)
         empty = torch.empty(0, 3)
-        dist.all_reduce(empty, group=group)
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT):
+            dist.all_reduce(empty, op, group=group)
         gathered = torch.empty(0)
         dist.all_gather_single(gathered, empty.view(-1), group=group)
         return wide, scalar.item()
@@ -301,6 +302,31 @@ def test_a_work_goes_on_while_its_caller_does_something_else():
         return tensors[1].tolist()
 
     assert on_ranks(2, program) == [[4.0] * 4] * 2
+
+
+def test_a_callback_may_wait_for_collectives_of_its_own():
+    """Comm hooks of DDP such as PowerSGD do; on all ranks these collectives come before the program's next one.
+
+    On rank 0 the callback runs in the group's thread. On rank 1 the work may end before it has a callback.
+    """
+    has_gone_on = threading.Event()
+
+    def program(group):
+        def go_on(future):
+            inner = future.value()[0] * 10
+            dist.all_reduce(inner, group=group)
+            return dist.all_reduce(inner, group=group, async_op=True).get_future().wait()
+
+        if group.rank():
+            assert has_gone_on.wait(60)
+        tensor, later = torch.ones(3), torch.ones(3)
+        future = dist.all_reduce(tensor, group=group, async_op=True).get_future().then(go_on)
+        work = dist.all_reduce(later, group=group, async_op=True)
+        has_gone_on.set()
+        assert work.wait(LIMIT)
+        return future.wait()[0].tolist(), later.tolist()
+
+    assert on_ranks(2, program) == [([80.0] * 3, [2.0] * 3)] * 2
 
 
 def test_a_work_that_fails_raises_where_it_is_awaited():

@@ -446,18 +446,21 @@ def test_a_bad_weight_in_an_evaluation_is_an_error_on_all_instances(on_instances
     on_instances(2, REPLICAS, refused)
 
 
-def test_an_evaluation_refuses_weights_of_some_rows_only():
-    trainer = sgd_trainer(2, new_model(), loss_fn)
-    testing = strategies.torch.distribute_dataset(
-        trainer.strategy, data(), batch_size=2, shuffle=False, remainder="pad"
-    )
+@pytest.mark.parametrize("instances", [1, 2])
+def test_an_evaluation_refuses_weights_of_some_rows_only(on_instances, instances):
+    """Also if no instance can know, because each has weights for all of its rows or for none."""
 
-    def fn(module, batch):
-        is_first = bool((batch["x"][0] == data()["x"][0]).all())
-        return alike(None if is_first else 1.0)(module, batch)
+    def refused(strategy):
+        trainer = sgd_trainer(strategy, new_model(), loss_fn)
 
-    with pytest.raises(StrategyError, match="the loss of some rows has a weight, and that of others has none"):
-        trainer.evaluate(testing, fn)
+        def fn(module, batch):
+            is_of_replica_0 = bool((batch["x"][:1] == data()["x"][:16:4]).all(1).any())
+            return alike(None if is_of_replica_0 else 1.0)(module, batch)
+
+        with pytest.raises(StrategyError, match="the loss of some rows has a weight, and that of others has none"):
+            trainer.evaluate(padded_rows(strategy, {name: array[:16] for name, array in data().items()}), fn)
+
+    on_instances(instances, 2, refused)
 
 
 def test_predictions_come_from_an_outcome():
