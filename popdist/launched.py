@@ -35,6 +35,7 @@ def main() -> None:
     sys.path[:] = dict.fromkeys([*described["path"], *sys.path])
     sys.argv = described["argv"]
     know_sources(described["sources"])
+    own = os.getpid()
     try:
         function, args = cast("tuple[Callable[..., object], tuple[object, ...]]", unpack(parts))
         del parts
@@ -44,8 +45,10 @@ def main() -> None:
             raise
         value = None
     except Exception as error:
+        if os.getpid() != own:
+            raise
         _fail(channel, error)
-    if not _is_spare():
+    if os.getpid() == own and not _is_spare():  # a child process that the function has forked may return from it
         _send_result(channel, value)
 
 

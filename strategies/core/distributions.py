@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -75,6 +76,18 @@ class LayerLook:
     step: int
     read: ReadingOfSteps
     distributions: Mapping[str, Distribution] = field(default_factory=dict)
+
+    @property
+    def told(self) -> list[object]:
+        """The results as values of JSON, for an instance that lacks them; waits for a device."""
+        return [self.step, dict(self.read(0)), {name: each.told for name, each in self.distributions.items()}]
+
+    @classmethod
+    def heard(cls, told: list[Any]) -> LayerLook:
+        """Return results from `told`, with the same bits."""
+        step, norms, of_all = told
+        distributions = {name: Distribution.heard(each) for name, each in of_all.items()}
+        return cls(step, lambda later: {} if later else norms, distributions)
 
 
 def layer_names(names: Sequence[str]) -> tuple[str, ...]:

@@ -324,7 +324,7 @@ class StepLoop(Generic[State, Pending]):
         """Return what sinks get beside the metrics of steps: learning rates, and the last look at their layers."""
         rates, seen = self._engine.learning_rates(state, steps), self._seen
         reads = [] if rates is None else [rates]
-        if seen is None or seen.step != state.step:  # another instance has completed the step, or nothing was due
+        if seen is None or seen.step != state.step:  # nothing was due
             return Beside(reads)
         return Beside([*reads, seen.read], seen.distributions)
 
@@ -423,13 +423,15 @@ class StepLoop(Generic[State, Pending]):
             self._latest = self._engine.fitted(self._latest)
 
     def _share(self, state: State, root: int) -> State:
-        """Return the state of rank `root`, and take over its metrics and notice. Collective.
+        """Return the state of rank `root`, and take over its metrics, notice and look at layers. Collective.
 
         Raises:
             UnappliedStepError: The step of that rank has raised it.
         """
         own, state = self.metrics, self.carrier.read(state)
-        text = json.dumps(None if own is None else [own.names, np.asarray(own.means).tolist(), self.notice.is_agreed])
+        seen = None if self._seen is None else self._seen.told
+        numbers = None if own is None else np.asarray(own.means).tolist()
+        text = json.dumps(None if own is None else [own.names, numbers, self.notice.is_agreed, seen])
         told = json.loads(broadcast_text(self._members.communicator, text, root, _TOLD))
         if isinstance(told, dict):
             raise _Unapplied(**told).error
@@ -437,6 +439,7 @@ class StepLoop(Generic[State, Pending]):
         if told is not None:
             self.metrics = Metrics(tuple(told[0]), np.array(told[1], np.float32))
             self.notice.agree(float(told[2]))
+            self._seen = None if told[3] is None else LayerLook.heard(told[3])
         return state
 
     def _share_refusal(self, told: _Unapplied, root: int) -> None:

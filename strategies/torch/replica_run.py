@@ -418,7 +418,7 @@ class TorchReplicaRun:
         assert self.contribution is not None
         self._seen = [gradient is not None for gradient in gradients]
         if isinstance(self.contribution, Contribution) and self._is_quantised:
-            self.residuals = self.contribution.encode(gradients, turn.residuals)
+            self.residuals = self.contribution.encode(gradients, turn.residuals, self.weight)
         else:
             self.contribution.take_all(gradients)
 

@@ -15,7 +15,10 @@ from tiers import only
 
 import popdist
 
-pytestmark = [pytest.mark.job, pytest.mark.cores(2)]
+SEVERAL_LIMIT_S = 2 * LIMIT_S
+"""Time limit of a script with several launches."""
+
+pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(SEVERAL_LIMIT_S + 50)]
 
 REPLICAS = 4
 
@@ -61,7 +64,7 @@ def test_a_function_of_a_test_has_the_same_bits_on_any_number_of_instances(insta
 # ---- from a script
 
 SCRIPT = """
-import json, sys, threading
+import atexit, json, os, sys, threading
 import numpy as np
 import popdist
 
@@ -71,7 +74,7 @@ said = {}
 
 class Unlucky(Exception):
     def __init__(self, index, reason):
-        super().__init__(index, reason)
+        super().__init__(reason)
         self.index = index
 
 
@@ -106,6 +109,16 @@ def nothing_to_send():
     return threading.Lock()
 
 
+def fork():
+    reader, writer = os.pipe()
+    if pid := os.fork():
+        atexit.register(os.waitpid, pid, 0)
+        atexit.register(os.write, writer, b".")
+        return "parent"
+    os.read(reader, 1)
+    return "child, after its parent"
+
+
 def tell(call, *args, **options):
     try:
         call(*args, **options)
@@ -120,6 +133,7 @@ try:
     popdist.launch(fail, num_instances=2)
 except Unlucky as error:
     said["unlucky"] = [error.index, error.__notes__[0].split(" on ")[0], str(error.__cause__)]
+said["fork"] = popdist.launch(fork)
 tell(popdist.launch, nothing_to_send)
 tell(popdist.launch, leave)
 tell(popdist.launch, fail, num_instances=2, num_replicas=3)
@@ -131,7 +145,7 @@ def test_a_script_gets_results_and_exceptions_of_its_own_classes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     (tmp_path / "pytest.py").write_text("hidden = 10")
-    finished = run_alone(sys.executable, str(script))
+    finished = run_alone(sys.executable, str(script), limit_s=SEVERAL_LIMIT_S)
     said = json.loads(finished.stdout.splitlines()[-1])
     assert said["points"] == [10.0, 11.0], "modules are found in the same order as in the launching process"
     index, note, trace = said["unlucky"]
@@ -141,6 +155,7 @@ def test_a_script_gets_results_and_exceptions_of_its_own_classes(tmp_path):
     assert "launched.py" not in trace
     assert finished.stderr.count("Traceback") == 0, "what the launching process raises is not printed too"
     assert "called inside a job: this process belongs to instance 1 of 2" in said["nested"]
+    assert said["fork"] == ["parent"]
     assert said["nothing_to_send"][0] == "TypeError"
     assert "the result of the function, a lock, cannot be pickled" in said["nothing_to_send"][1]
     assert said["leave"][::2] == ["LaunchError", 3]
@@ -254,7 +269,7 @@ def test_functions_of_test_files_travel_however_pytest_has_imported_them(tmp_pat
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_own.py").write_text(TEST_FILE)
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--import-mode={mode}", "--rootdir", str(tmp_path))
-    finished = run_alone(sys.executable, *words, str(tmp_path / "tests"), cwd=tmp_path)
+    finished = run_alone(sys.executable, *words, str(tmp_path / "tests"), cwd=tmp_path, limit_s=SEVERAL_LIMIT_S)
     assert "1 passed" in finished.stdout
 
 
@@ -295,7 +310,7 @@ print([expected, popdist.launch(train, num_instances=2, num_replicas=4, options=
 def test_the_instances_that_are_left_return_results(tmp_path, how, options, count):
     script = tmp_path / "script.py"
     script.write_text(LOSSES)
-    finished = run_alone(sys.executable, str(script), how, *options)
+    finished = run_alone(sys.executable, str(script), how, *options, limit_s=SEVERAL_LIMIT_S)
     [[_, expected]], results = ast.literal_eval(finished.stdout.splitlines()[-1])
     assert results == [(index, expected) for index in range(count)]
     if how == "raise":

@@ -322,6 +322,30 @@ def test_an_exception_that_cannot_be_unpickled_is_described(parts):
     assert "in f" in str(error.__cause__)
 
 
+ATTRIBUTES = ("part", "filename", "value")
+
+
+class Composed(ValueError):
+    def __init__(self, part: str, whole: str) -> None:
+        super().__init__(f"{part} of {whole}")
+        self.part = part
+
+
+class Named(KeyError):
+    pass
+
+
+@pytest.mark.parametrize(
+    "error", [Composed("a", "b"), Named("x"), FileNotFoundError(2, "gone", "a.txt"), StopIteration(4)]
+)
+def test_an_exception_keeps_its_class_text_and_attributes(error):
+    error.add_note("noted")
+    found = cause_of([failure(error)])
+    assert (type(found), str(found), found.args) == (type(error), str(error), error.args)
+    assert [getattr(found, name, None) for name in ATTRIBUTES] == [getattr(error, name, None) for name in ATTRIBUTES]
+    assert found.__notes__[0] == "noted"
+
+
 # ---- refusals
 
 

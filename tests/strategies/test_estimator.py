@@ -84,7 +84,7 @@ def test_replicas_take_elements_in_turns_and_average_their_losses():
     assert (seen.losses, seen.steps) == ([14, 16, 18], [2, 4, 6])
 
 
-@pytest.mark.parametrize("instances", [1, 2])
+@pytest.mark.parametrize("instances", [also(1), 2])
 def test_gradients_of_workers_are_averaged_by_a_host_call(on_instances, instances, tmp_path):
     """A row of the original: w is 2, -0.5, 3.25, -2.375."""
 
@@ -139,7 +139,7 @@ def test_losses_of_workers_are_added_and_those_of_replicas_averaged():
     assert seen.losses == [(0 + 1) / 2 + (4 + 5) / 2, (2 + 3) / 2 + (6 + 7) / 2]
 
 
-@pytest.mark.parametrize("instances", [1, also(2), 4])
+@pytest.mark.parametrize("instances", [also(1), 2, also(4)])
 def test_training_has_the_bits_of_a_trainer(on_instances, instances, tmp_path):
     """Four workers; the variables do not depend on the number of instances."""
     random = np.random.default_rng(0)
@@ -244,8 +244,8 @@ def calling(function, arrays, train_op=None):
 @pytest.mark.parametrize(
     ("arrays", "wanted"),
     [
-        (lambda features, loss: [loss], [(1,), (2,)]),
-        (lambda features, loss: [], [(), ()]),
+        also(lambda features, loss: [loss], [(1,), (2,)]),
+        also(lambda features, loss: [], [(), ()]),
         (lambda features, loss: [loss, features + 1], [(1, 2), (2, 3)]),
     ],
 )
@@ -334,6 +334,7 @@ def test_replicas_without_a_cross_replica_optimizer_are_refused():
         IPUEstimator(model_fn, config=config_of(4)).train(increasing(3), steps=1)
 
 
+@pytest.mark.complete
 def test_replicas_train_on_a_regression_together():
     random, seen = np.random.default_rng(0), Seen()
     x = random.standard_normal((256, 4)).astype(np.float32)
@@ -409,7 +410,7 @@ def test_another_strategy_than_that_of_the_last_training_is_refused(strategy):
 # ---- batch sizes
 
 
-@pytest.mark.parametrize(("size", "wanted"), [(2, 1), (4, 2), (6, 3)])
+@pytest.mark.parametrize(("size", "wanted"), [also(2, 1), (4, 2), also(6, 3)])
 @pytest.mark.parametrize("kind", ["train", "eval", "predict"])
 def test_batch_sizes_are_divided_among_replicas(kind, size, wanted):
     found = []
@@ -488,7 +489,7 @@ def test_evaluation_averages_scalars_over_batches():
     assert found == {"loss": 5, "mean": 2.5, "rows": 2.5, "global_step": 0}
 
 
-@pytest.mark.parametrize("is_on_host", [False, True])
+@pytest.mark.parametrize("is_on_host", [also(False), True])
 def test_replicated_evaluation_counts_every_replica(is_on_host):
     labels, predictions = np.array([0, 1, 0, 1], np.float32), np.array([0, 0, 0, 1], np.float32)
 
@@ -671,7 +672,7 @@ def test_a_checkpoint_is_written_when_listeners_and_other_estimators_look(on_ins
     assert on_instances(2, 2, run) == [(steps, 3)] * 2
 
 
-@pytest.mark.parametrize("instances", [1, 2])
+@pytest.mark.parametrize("instances", [also(1), 2])
 def test_training_is_evaluated_at_checkpoints_and_at_the_end(on_instances, instances, tmp_path):
     def run(strategy):
         evaluated, exported = [], []
@@ -807,6 +808,7 @@ def test_training_goes_on_after_an_error():
     assert seen.steps == [2]
 
 
+@pytest.mark.complete
 def test_float64_is_trained_as_float32():
     estimator = IPUEstimator(square).train(lambda: [(np.ones((2, 1)), np.zeros((2, 1)))])
     assert estimator.get_variable_value("w") == 0

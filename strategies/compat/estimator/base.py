@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 import optax
@@ -31,15 +31,16 @@ from strategies.ipu import IPUStrategy
 from strategies.strategy import Strategy, get_strategy
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
-from strategies.typing import Leaf, Tree
+from strategies.typing import Element, Function, Leaf, Metric, Tree
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _NAME = re.compile(r"\.(?:variables|model_state)\['(.*)'\]")
 _FAR = 1 << 60
 _SIZES = {ModeKeys.TRAIN: "train_batch_size", ModeKeys.EVAL: "eval_batch_size", ModeKeys.PREDICT: "predict_batch_size"}
 
 
-class Model(NamedTuple):
+class EstimatorModel(NamedTuple):
     """A model in a mode, for a trainer.
 
     Attributes:
@@ -75,10 +76,10 @@ class Estimator(ABC):
 
     def __init__(
         self,
-        model_fn: Callable[..., Any],
+        model_fn: Function,
         model_dir: str | Path | None = None,
         config: RunConfig | None = None,
-        params: Mapping[str, Any] | None = None,
+        params: Mapping[str, object] | None = None,
         warm_start_from: str | Path | None = None,
         train_batch_size: int | None = None,
         eval_batch_size: int | None = None,
@@ -111,10 +112,10 @@ class Estimator(ABC):
     def train(
         self,
         input_fn: InputFunction,
-        hooks: Sequence[Any] | None = None,
+        hooks: Sequence[object] | None = None,
         steps: int | None = None,
         max_steps: int | None = None,
-        saving_listeners: Sequence[Any] | None = None,
+        saving_listeners: Sequence[object] | None = None,
     ) -> Self:
         """Train from the newest checkpoint in `model_dir`, and save one at the end. Collective.
 
@@ -216,10 +217,10 @@ class Estimator(ABC):
         self,
         input_fn: InputFunction,
         steps: int | None = None,
-        hooks: Sequence[Any] | None = None,
+        hooks: Sequence[object] | None = None,
         checkpoint_path: str | Path | None = None,
         name: str | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Metric]:
         """Return the metrics, the mean "loss" over batches, and the "global_step".
 
         Args:
@@ -242,11 +243,11 @@ class Estimator(ABC):
         self,
         input_fn: InputFunction,
         predict_keys: Sequence[str] | None = None,
-        hooks: Sequence[Any] | None = None,
+        hooks: Sequence[object] | None = None,
         checkpoint_path: str | Path | None = None,
         yield_single_examples: bool = True,
         num_predictions: int | None = None,
-    ) -> Iterator[Any]:
+    ) -> Iterator[Tree]:
         """Yield the predictions for each row, or for all rows of a loop, of this worker alone, in order.
 
         Args:
@@ -343,7 +344,7 @@ class Estimator(ABC):
             return self.config.train_distribute or get_strategy() or self._alone
         return (self.config.eval_distribute if mode == ModeKeys.EVAL else None) or self._alone
 
-    def _named(self, mode: str) -> dict[str, Any]:
+    def _named(self, mode: str) -> dict[str, object]:
         """Return the arguments of functions besides the batch."""
         params, replicas = dict(self.params), self.config.devices.num_replicas
         workers = self.strategy_of(mode).num_replicas_in_sync // replicas
@@ -363,7 +364,7 @@ class Estimator(ABC):
         return each
 
     @abstractmethod
-    def _model(self, mode: str) -> Model:
+    def _model(self, mode: str) -> EstimatorModel:
         """Return the model in a mode, for a trainer."""
 
     def _batches(self, input_fn: InputFunction, mode: str, count: int) -> tuple[Tree, Iterator[Masked]]:
@@ -378,7 +379,7 @@ class Estimator(ABC):
         if mode in self._batch_sizes and "params" not in takes:
             raise ValueError(f"{_SIZES[mode]} is given, but input_fn does not take params, where the batch size is")
 
-        def of_worker(number: int) -> Iterator[Any]:
+        def of_worker(number: int) -> Iterator[Element]:
             total = strategy.num_replicas_in_sync
             context = None if strategy is self._alone else InputContext(total // each, number, total)
             batches = input_fn(**taken({**named, "input_context": context}, takes))
@@ -396,14 +397,14 @@ class Estimator(ABC):
         return trees.map(lambda leaf: leaf[0], first.values), itertools.chain([first], batches)
 
 
-def checked(spec: Any, kind: type[Any], mode: str) -> Any:
+def checked(spec: object, kind: type[T], mode: str) -> T:
     """Return the result of a `model_fn`; raise ValueError if it is not a spec of that kind and mode."""
-    if not isinstance(spec, kind) or spec.mode != mode:
+    if not isinstance(spec, kind) or getattr(spec, "mode", None) != mode:
         raise ValueError(f"model_fn should return an {kind.__name__} of mode {mode!r}, but returns {spec!r}")
     return spec
 
 
-def taken(named: Mapping[str, Any], takes: set[str]) -> dict[str, Any]:
+def taken(named: Mapping[str, object], takes: set[str]) -> dict[str, object]:
     """Return the arguments that a function takes."""
     return {name: value for name, value in named.items() if name in takes}
 
@@ -423,6 +424,6 @@ def _joined(*leaves: np.ndarray) -> np.ndarray:
     return np.concatenate([leaf.reshape(-1, *leaf.shape[2:]) for leaf in leaves])
 
 
-def _call(hooks: Sequence[Any], name: str, *arguments: object) -> None:
+def _call(hooks: Sequence[object], name: str, *arguments: object) -> None:
     for hook in hooks:
         getattr(hook, name, lambda *_: None)(*arguments)

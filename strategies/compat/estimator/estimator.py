@@ -6,7 +6,7 @@ from typing import final
 
 from typing_extensions import override
 
-from strategies.compat.estimator.base import Estimator, Model, checked, taken
+from strategies.compat.estimator.base import Estimator, EstimatorModel, checked, taken
 from strategies.compat.estimator.run_config import ModeKeys
 from strategies.compat.estimator.spec import IPUEstimatorSpec
 from strategies.typing import Tree
@@ -22,7 +22,7 @@ class IPUEstimator(Estimator):
     _takes = frozenset({"features", "labels"})
 
     @override
-    def _model(self, mode: str) -> Model:
+    def _model(self, mode: str) -> EstimatorModel:
         named = taken(self._named(mode), self._arguments)
 
         def call(features: Tree, labels: Tree = None) -> IPUEstimatorSpec:
@@ -33,4 +33,4 @@ class IPUEstimator(Estimator):
             found: IPUEstimatorSpec = checked(spec, IPUEstimatorSpec, mode)
             return found
 
-        return Model(call)
+        return EstimatorModel(call)

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from strategies.jax.feeds.outfeed import OutfeedQueue
 from strategies.jax.replicas.replica_context import replica_context
 from strategies.outcome import Outcome
 from strategies.strategy import Strategy
-from strategies.typing import Batch, Function, Key, Leaf, Tree, Variables
+from strategies.typing import Batch, Element, Function, Key, Leaf, Metric, Tree, Variables
 
 logger = logging.getLogger(__name__)
 UNUSED = "(none)"
@@ -95,7 +94,7 @@ class ModelInMode:
             found = _means({"loss": spec.loss, **(spec.eval_metric_ops or {})}), (spec.eval_metrics or (dict, []))[1]
         return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], found)
 
-    def metrics(self, batches: Iterable[Tree]) -> dict[str, Any]:
+    def metrics(self, batches: Iterable[Tree]) -> dict[str, Metric]:
         """Merge the metrics, and those of `eval_metrics`, element by element."""
         merged: dict[str, Mean] = {}
         function = (self.spec.eval_metrics or (dict, []))[0]
@@ -138,11 +137,11 @@ def _keras_scope(own: CallVariables) -> AbstractContextManager[object]:
     return KerasVariables(own)
 
 
-def _means(found: Mapping[str, Any]) -> dict[str, Mean]:
+def _means(found: Mapping[str, Metric]) -> dict[str, Mean]:
     return {name: one if isinstance(one, Mean) else Mean(_scalar(one, name), 1.0) for name, one in found.items()}
 
 
-def _scalar(value: Any, name: str) -> Any:
+def _scalar(value: Leaf, name: str) -> Leaf:
     array = (
         value
         if hasattr(value, "shape")
@@ -155,7 +154,7 @@ def _scalar(value: Any, name: str) -> Any:
     return array.reshape(())
 
 
-def dealt(inputs: Sequence[Iterator[Any]], replicas: int, count: int, pads: bool) -> Iterator[Masked]:
+def dealt(inputs: Sequence[Iterator[Element]], replicas: int, count: int, pads: bool) -> Iterator[Masked]:
     """Yield the elements of an instance's replicas for each step, stacked, with their mask.
 
     Args:
@@ -188,7 +187,7 @@ def _shapes(element: Tree) -> Tree:
     return trees.map(lambda leaf: (leaf.shape, leaf.dtype), element)
 
 
-def _element(given: Any) -> tuple[Tree, ...]:
+def _element(given: Element) -> tuple[Tree, ...]:
     parts = tuple(given) if isinstance(given, tuple | list) else (given,)
     if len(parts) > 2:
         raise ValueError(f"a batch of input_fn has {len(parts)} parts; give features, or (features, labels)")

@@ -10,7 +10,7 @@ from typing import Any, final
 from typing_extensions import override
 
 from strategies.argument_checks import positive
-from strategies.compat.estimator.base import Estimator, Model, checked, taken
+from strategies.compat.estimator.base import Estimator, EstimatorModel, checked, taken
 from strategies.compat.estimator.run_config import ModeKeys
 from strategies.compat.estimator.spec import CrossReplicaOptimizer, IPUEstimatorSpec
 from strategies.compat.functions.optimizer_function import OptimizerFunctionOutput
@@ -19,7 +19,7 @@ from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.pipelines.mapping import DeviceMapping, Stage, num_devices
 from strategies.pipelines.marks import pipeline_stage
 from strategies.pipelines.pipelining import Pipelining
-from strategies.typing import Tree
+from strategies.typing import Metric, Tree
 
 _OF_PIPELINE = ("recomputation_mode", "offload_activations", "offload_gradient_accumulation_buffers")
 _OF_STEP = {
@@ -53,13 +53,13 @@ class IPUPipelineEstimatorSpec:
         mode: str,
         computational_stages: Sequence[Stage],
         gradient_accumulation_count: int | None = None,
-        eval_metrics_fn: Callable[..., Mapping[str, Any]] | None = None,
+        eval_metrics_fn: Callable[..., Mapping[str, Metric]] | None = None,
         optimizer_function: Callable[..., OptimizerFunctionOutput] | None = None,
         device_mapping: DeviceMapping | None = None,
         loss_accumulator_dtype: object = None,
-        training_hooks: Sequence[Any] = (),
-        evaluation_hooks: Sequence[Any] = (),
-        prediction_hooks: Sequence[Any] = (),
+        training_hooks: Sequence[object] = (),
+        evaluation_hooks: Sequence[object] = (),
+        prediction_hooks: Sequence[object] = (),
         reduction_method: GradientAccumulationReductionMethod | str = GradientAccumulationReductionMethod.SUM,
         **pipeline_op_kwargs: Any,
     ) -> None:
@@ -72,7 +72,10 @@ class IPUPipelineEstimatorSpec:
         self.mode, self.stages, self.mapping = mode, computational_stages, device_mapping
         self.count = gradient_accumulation_count
         self.eval_metrics_fn, self.optimizer_function = eval_metrics_fn or dict, optimizer_function or dict
-        self.hooks: dict[str, Any] = {"training_hooks": training_hooks, "evaluation_hooks": evaluation_hooks}
+        self.hooks: dict[str, Any] = {
+            "training_hooks": training_hooks,
+            "evaluation_hooks": evaluation_hooks,
+        }
         self.hooks["prediction_hooks"] = prediction_hooks
         self.method = GradientAccumulationReductionMethod.parse(reduction_method)
         self.options = pipeline_op_kwargs
@@ -110,7 +113,7 @@ class IPUPipelineEstimator(Estimator):
         return spec
 
     @override
-    def _model(self, mode: str) -> Model:
+    def _model(self, mode: str) -> EstimatorModel:
         own, count, options = self._pipeline(mode), 1, {}
         if mode == ModeKeys.TRAIN:
             count, each = positive("gradient_accumulation_count", own.count), self.config.devices.iterations_per_loop
@@ -133,10 +136,10 @@ class IPUPipelineEstimator(Estimator):
                 metrics = dict(own.eval_metrics_fn(*outputs))
                 return IPUEstimatorSpec(mode, loss=metrics.pop("loss", 0.0), eval_metric_ops=metrics, **own.hooks)
             with pipeline_stage(len(own.stages) - 1):
-                found: Any = own.optimizer_function(*outputs)
+                found: object = own.optimizer_function(*outputs)
                 if not isinstance(found, OptimizerFunctionOutput) or found.gradient_capture_context is not None:
                     raise TypeError(f"the optimizer_function returns {found!r}; return a plain OptimizerFunctionOutput")
                 update = CrossReplicaOptimizer(found.opt).minimize(found.loss, None, found.variables)
                 return IPUEstimatorSpec(mode, loss=found.loss, train_op=update, **own.hooks)
 
-        return Model(call, count, options)
+        return EstimatorModel(call, count, options)

@@ -9,8 +9,9 @@ from typing import Any
 from strategies.argument_checks import at_least, positive, wrong_type
 from strategies.compat.config.configured import IPUConfig, ipus_of_group
 from strategies.strategy import Strategy
+from strategies.typing import Element
 
-InputFunction = Callable[..., Iterable[Any]]
+InputFunction = Callable[..., Iterable[Element]]
 
 
 class ModeKeys:
@@ -97,8 +98,8 @@ class TrainSpec:
 
     input_fn: InputFunction
     max_steps: int | None = None
-    hooks: Sequence[Any] | None = None
-    saving_listeners: Sequence[Any] | None = None
+    hooks: Sequence[object] | None = None
+    saving_listeners: Sequence[object] | None = None
 
     def __post_init__(self) -> None:
         check_steps("max_steps", self.max_steps)
@@ -115,7 +116,7 @@ class EvalSpec:
     input_fn: InputFunction
     steps: int | None = 100
     name: str | None = None
-    hooks: Sequence[Any] | None = None
+    hooks: Sequence[object] | None = None
     exporters: Any = ()
     start_delay_secs: float = 120
     throttle_secs: float = 600

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import optax
 
@@ -13,7 +12,7 @@ from strategies.compat.estimator.run_config import ModeKeys
 from strategies.compat.estimator.variables import current_call
 from strategies.jax.updates.optimizers import AnyOptimizer, MapGradientOptimizer
 from strategies.outcome import Outcome
-from strategies.typing import Leaf, Tree
+from strategies.typing import Function, Leaf, Metric, Tree
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +22,7 @@ class Gradient:
     optimizer: EstimatorOptimizer
     loss: Leaf
     name: str
-    variable: Any
+    variable: Leaf
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,11 +49,11 @@ class EstimatorOptimizer:
             raise wrong_type("opt", opt, "use a gradient transformation of optax")
         self.averages_replicas = averages_replicas
 
-    def minimize(self, loss: Leaf, global_step: object = None, var_list: Sequence[Any] | None = None) -> Update:
+    def minimize(self, loss: Leaf, global_step: object = None, var_list: Sequence[Leaf] | None = None) -> Update:
         """Return the update by the gradients of a loss, as a `train_op`."""
         return self.apply_gradients(self.compute_gradients(loss, var_list), global_step)
 
-    def compute_gradients(self, loss: Leaf, var_list: Sequence[Any] | None = None) -> list[tuple[Gradient, Any]]:
+    def compute_gradients(self, loss: Leaf, var_list: Sequence[Leaf] | None = None) -> list[tuple[Gradient, Leaf]]:
         """Return a handle of the gradient for each variable, and the variable.
 
         Args:
@@ -71,7 +70,7 @@ class EstimatorOptimizer:
             raise ValueError(f"No variables to optimize, or other ones than {', '.join(known) or 'none'}")
         return [(Gradient(self, loss, name, one), one) for name, one in chosen]
 
-    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: object = None) -> Update:
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Leaf, Leaf]], global_step: object = None) -> Update:
         """Return the update by gradients that `compute_gradients` of this optimizer returned, as a `train_op`.
 
         Raises:
@@ -121,13 +120,13 @@ class IPUEstimatorSpec:
     mode: str
     predictions: Tree = None
     loss: Leaf = None
-    train_op: Any = None
-    eval_metric_ops: Mapping[str, Any] | None = None
-    eval_metrics: tuple[Callable[..., Any], Sequence[Any] | Mapping[str, Any]] | None = None
-    host_call: tuple[Callable[..., Any], Sequence[Any]] | None = None
-    training_hooks: Sequence[Any] = ()
-    evaluation_hooks: Sequence[Any] = ()
-    prediction_hooks: Sequence[Any] = ()
+    train_op: Update | AnyOptimizer | Leaf = None
+    eval_metric_ops: Mapping[str, Metric] | None = None
+    eval_metrics: tuple[Function, Sequence[Leaf] | Mapping[str, Leaf]] | None = None
+    host_call: tuple[Function, Sequence[Leaf]] | None = None
+    training_hooks: Sequence[object] = ()
+    evaluation_hooks: Sequence[object] = ()
+    prediction_hooks: Sequence[object] = ()
 
     def __post_init__(self) -> None:
         needed = {ModeKeys.TRAIN: ("loss", "train_op"), ModeKeys.EVAL: ("loss",), ModeKeys.PREDICT: ("predictions",)}
@@ -147,7 +146,7 @@ class IPUEstimatorSpec:
             raise wrong_type("loss", self.loss, "use a scalar; an estimator knows no weights of replicas")
 
     @property
-    def host_arguments(self) -> Sequence[Any]:
+    def host_arguments(self) -> Sequence[Leaf]:
         """The arguments of the function of `host_call`."""
         return self.host_call[1] if self.host_call else ()
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 
 from strategies.argument_checks import wrong_type
 from strategies.compat.estimator.base import Estimator
 from strategies.compat.estimator.run_config import EvalSpec, ModeKeys, TrainSpec
+from strategies.typing import Metric
 
 
 def train_and_evaluate(
     estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
-) -> tuple[dict[str, Any], list[Any]]:
+) -> tuple[dict[str, Metric], list[object]]:
     """Train, and evaluate at checkpoints and at the end. Collective.
 
     Returns:
@@ -36,9 +36,9 @@ def train_and_evaluate(
             evaluated(is_final=False)
             last = time.monotonic()
 
-    def evaluated(is_final: bool) -> tuple[dict[str, Any], list[Any]]:
+    def evaluated(is_final: bool) -> tuple[dict[str, Metric], list[object]]:
         found = estimator.evaluate(eval_spec.input_fn, eval_spec.steps, eval_spec.hooks, None, eval_spec.name)
-        exporters: Any = [eval_spec.exporters] if hasattr(eval_spec.exporters, "export") else eval_spec.exporters or ()
+        exporters = [eval_spec.exporters] if hasattr(eval_spec.exporters, "export") else eval_spec.exporters or ()
         exporters, folder = exporters if strategy.is_chief else (), Path(estimator.model_dir or ".", "export")
         saved = estimator.latest_checkpoint()
         return found, [one.export(estimator, str(folder / one.name), saved, found, is_final) for one in exporters]

@@ -117,6 +117,7 @@ class Replicas:
             functions that say whether a constant of it is unchanged.
         exchange: Way in which gradients on a device become means; chosen anew when an instance is lost.
         sinks: Sinks of the metrics of every step: those that the environment names, and others added later.
+        looks: Steps in which norms and histograms are taken whatever sinks are open, by the environment.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class Replicas:
         self._first_device = instance.local_index * instance.local_replicas * instance.ipus_per_replica
         self._claim()
         self.sinks = asked_sinks(self.job, os.environ)
-        self._looks = DistributionSettings.from_environ(os.environ)
+        self.looks = DistributionSettings.from_environ(os.environ)
         warn_where_none_goes_on(self)
 
     def _claim(self) -> None:
@@ -187,8 +188,8 @@ class Replicas:
     @property
     def distributions(self) -> DistributionSettings | None:
         """The steps in which norms and histograms are taken, by the environment or for an open sink; None if never."""
-        if self._looks.are_on:
-            return self._looks
+        if self.looks.are_on:
+            return self.looks
         return next((each.looks for each in self.sinks if each.looks is not None), None)
 
     @property

@@ -16,7 +16,7 @@ from collectives import Communicator, LayoutMismatchError
 from strategies.torch.process_group import arrays
 from strategies.torch.process_group.arrays import bits, copy_into, description, flat
 from strategies.torch.process_group.messages import Messages
-from strategies.torch.process_group.works import GroupWork, WorkQueue
+from strategies.torch.process_group.works import NO_LIMIT, GroupWork, WorkQueue
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import (
@@ -341,9 +341,9 @@ class PopDistProcessGroup(RankedGroup):
         messages = self._connected_messages()
         if verb == "send":
             assert other is not None
-            messages.send(bits(tensor), other, tag, work)
+            messages.send(bits(tensor), str(tensor.dtype), other, tag, work)
         else:
-            messages.receive(bits(tensor), other, tag, work)
+            messages.receive(bits(tensor), str(tensor.dtype), other, tag, work)
         return work
 
     def _connected_messages(self) -> Messages:
@@ -399,14 +399,22 @@ class PopDistProcessGroup(RankedGroup):
         """Begin an operation; the first `results` of the tensors, by default all, hold its result."""
         arrays.refuse_others(tensors)
         is_async = bool(getattr(opts, "asyncOp", True))
-        return self._queue.begin(GroupWork(title, partial(self._run, action), tensors[:results]), is_async)
+        timeout = getattr(opts, "timeout", NO_LIMIT)
+        return self._queue.begin(GroupWork(title, partial(self._run, action, timeout), tensors[:results]), is_async)
 
-    def _run(self, action: Callable[[], None]) -> None:
+    def _run(self, action: Callable[[], None], timeout: timedelta) -> None:
+        """Carry an operation out; if `timeout` is positive, it limits each wait in place of the group's."""
+        of_group_s = self._communicator.limits.timeout_s
+        if timeout > NO_LIMIT:
+            self.set_timeout(timeout)
         try:
             action()
         except LayoutMismatchError as error:
             self._is_left = self._is_left or bool(error.closed)
             raise
+        finally:
+            if timeout > NO_LIMIT:
+                self._communicator.limit_waits(of_group_s)
 
 
 _PREPOSITIONS = {"send": "to", "recv": "from"}

@@ -24,7 +24,7 @@ CHANGING = (
 
 def seen(strategy, row, settings=DistributionSettings(1, 2), **options):  # noqa: B008  # frozen
     """Train, and return the norms and the distributions of each step that was looked at, as bits."""
-    strategy.replicas.distributions = settings
+    strategy.replicas.looks = settings
     found = []
     with row.training(strategy, **options) as training:
         for batch in batches(strategy):

@@ -379,6 +379,24 @@ def test_the_timeout_of_the_group_limits_all_waits():
         on_ranks(2, program)
 
 
+def test_the_timeout_of_a_barrier_limits_its_wait_alone():
+    may_end = threading.Event()
+
+    def program(group):
+        dist.barrier(group, timeout=LIMIT)
+        assert group._communicator.limits.timeout_s == 600.0
+        if group.rank():
+            assert may_end.wait(60)
+            return
+        with pytest.raises(CollectiveTimeoutError, match=r"rank 1 in barrier .*timeout_s = 0\.02"):
+            dist.barrier(group, timeout=timedelta(milliseconds=20))
+        may_end.set()
+        raise ZeroDivisionError  # so that the others do not wait for this rank
+
+    with pytest.raises(ZeroDivisionError):
+        on_ranks(2, program)
+
+
 def test_a_lost_rank_ends_the_waits_of_the_others():
     errors = []
 
@@ -488,13 +506,15 @@ def test_ranks_may_all_send_before_they_receive():
     assert on_ranks(3, program) == [[2.0], [0.0], [1.0]]
 
 
-def test_a_message_of_another_size_is_refused_and_the_next_one_is_received():
+def test_a_message_of_another_size_or_dtype_is_refused_and_the_next_one_is_received():
     def program(group):
         if group.rank():
-            dist.send(torch.ones(3), group_dst=0, group=group)
-            dist.send(torch.full((2,), 5.0), group_dst=0, group=group)
+            for tensor in (torch.ones(3), torch.ones(2, dtype=torch.int32), torch.full((2,), 5.0)):
+                dist.send(tensor, group_dst=0, group=group)
             return None
-        with pytest.raises(LayoutMismatchError, match="rank 1 sent 12 bytes with tag 0, but .* has 8 bytes"):
+        with pytest.raises(LayoutMismatchError, match=r"sent 12 bytes of torch\.float32 with tag 0, but .* has 8"):
+            group.recv([torch.ones(2)], 1).wait(LIMIT)
+        with pytest.raises(LayoutMismatchError, match=r"8 bytes of torch\.int32 .* has 8 bytes of torch\.float32"):
             group.recv([torch.ones(2)], 1).wait(LIMIT)
         into = torch.ones(2)
         group.recv([into], 1).wait(LIMIT)

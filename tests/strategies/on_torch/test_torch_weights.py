@@ -78,6 +78,26 @@ def test_a_training_is_that_of_one_process_with_all_tokens_for_every_option(ever
         assert [each["doubled"] for each in seen] == pytest.approx([2 * each for each in losses], rel=max(limit, 1e-5))
 
 
+def test_residuals_of_int8_gradients_are_those_of_losses_without_weights():
+    def losses_of(transfer):
+        def weighted(model, batch):
+            inputs, labels, weight = batch
+            return strategies.Outcome(F.mse_loss(model(inputs), labels), weight=weight[0])
+
+        torch.manual_seed(0)
+        model, strategy = nn.Linear(64, 3), strategies.IPUStrategy(REPLICAS)
+        trainer = sgd_trainer(strategy, model, weighted, lr=0.03, gradient_transfer_dtype=transfer)
+        inputs, labels = torch.randn(32, 64), torch.randn(32, 3)
+        found = []
+        for weight in [1e5, 1, 0, 1e5, 1] * 2:  # 0 on the first replica only
+            own = torch.full((32,), max(weight, 1))
+            own[:8] = weight
+            found.append(trainer.step((inputs, labels, own))["loss"])
+        return found
+
+    assert losses_of("int8") == pytest.approx(losses_of(None), rel=0.02)
+
+
 @pytest.mark.parametrize("exchange", ["compiled", also("window")])
 def test_gradients_on_a_device_have_the_same_bits(on_instances, exchange):
     [(model, seen)] = on_instances(1, REPLICAS, trained)
