@@ -196,8 +196,7 @@ class DistributedModel(torch.nn.Module):
         refuse_to_be_compiled()
         require_switches(retain_graph=retain_graph)
         refuse_losses(loss)
-        stated = self._averaging.loop.weights.stated
-        given = [*stated] if weight is None else [weight]
+        given = self._averaging.loop.weights.taken() if weight is None else [weight]
         found = one_of(given, "give the weight: model.weighted_backward(loss, weight)")
         if found is None:
             raise ValueError(
@@ -205,7 +204,7 @@ class DistributedModel(torch.nn.Module):
                 "it with strategies.torch.loss_weight"
             )
         number = number_of(found)
-        stated.clear()
+        self._averaging.loop.weights.stated.clear()
         self._averaging.weighted_backward(loss, number, retain_graph)
 
     def forward(self, *arguments: Tree, **named: Tree) -> Tree:
