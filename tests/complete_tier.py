@@ -95,6 +95,11 @@ PARTS = {
             "tests/poprun/test_timeline_in_a_browser.py",
         ),
     ),
+    "lightning": Part(
+        "jobs of Lightning's Trainer, where PyTorch Lightning is installed",
+        ("strategies/torch/lightning",),
+        ("tests/jobs/test_lightning_jobs.py",),
+    ),
     "training": Part(
         "wider matrices of models, strategies and spreads; before a release",
         (),
