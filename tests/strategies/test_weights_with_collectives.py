@@ -60,7 +60,7 @@ def with_dropout(variables, batch, key):
 
 
 def test_replicas_meet_in_the_same_micro_batch(strategy):
-    """If they met in different ones, results would differ from time to time, or a replica would wait for ever."""
+    """Otherwise results differ from time to time, or a replica waits for ever."""
     batch = {"x": DRAW.standard_normal((REPLICAS * 15, 64)).astype(np.float32)}
     options = {"gradient_accumulation_count": 3, "reduction_method": "sum"}
     trainer = strategies.Trainer(strategy, with_dropout, optax.sgd(1.0), **options)
