@@ -276,6 +276,7 @@ dist.init_process_group("popdist", init_method="popdist://")
 total = torch.ones(100_000)
 for _ in range(20):
     dist.all_reduce(total, dist.ReduceOp.MAX, async_op=True)
+never = dist.irecv(torch.ones(2), 1 - rank)
 print("made again", flush=True)
 """
     assert by_poprun(2, sys.executable, "-c", program) == [["made again"]] * 2

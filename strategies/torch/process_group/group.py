@@ -360,8 +360,10 @@ class PopDistProcessGroup(RankedGroup):
     # ---- life cycle
 
     def drain(self) -> None:
-        """Wait until the works that were begun have ended."""
+        """Wait until the works that were begun have ended; receives without a message yet fail."""
         self._queue.drain()
+        if self._messages is not None:
+            self._messages.finish()
 
     def shutdown(self) -> None:
         """Wait for pending works, then for the other ranks, and release all resources.
@@ -369,10 +371,8 @@ class PopDistProcessGroup(RankedGroup):
         While an exception is being handled, or after another rank has done this too early, wait for nobody.
         """
         if sys.exc_info()[0] is None and not self._is_left:
-            self._queue.drain()
             try:
-                if self._messages is not None:
-                    self._messages.finish()
+                self.drain()
                 self._communicator.close()
             finally:
                 self._release()
