@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from strategies.core.members import Members
 from strategies.core.metrics import ReadingOfSteps, UnreadArray
 from strategies.exchange.shards import Shards
 from strategies.sinks.distribution import Distribution
-from strategies.typing import Leaf
+from strategies.typing import Leaf, Tree
 
 _GRADIENTS, _WEIGHTS = "gradients", "weights"
 _NOT_IN_NAMES = re.compile(r"[^\w./ -]")
@@ -83,7 +82,7 @@ class LayerLook:
         return [self.step, dict(self.read(0)), {name: each.told for name, each in self.distributions.items()}]
 
     @classmethod
-    def heard(cls, told: list[Any]) -> LayerLook:
+    def heard(cls, told: Tree) -> LayerLook:
         """Return results from `told`, with the same bits."""
         step, norms, of_all = told
         distributions = {name: Distribution.heard(each) for name, each in of_all.items()}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
+
+from strategies.typing import Tree
 
 BINS = 64
 """The number of bins of a histogram, as Weights & Biases has by default."""
@@ -76,7 +77,7 @@ class Distribution:
         return {**asdict(self), "counts": self.counts.tolist(), "edges": self.edges.tolist()}
 
     @classmethod
-    def heard(cls, told: dict[str, Any]) -> Distribution:
+    def heard(cls, told: Tree) -> Distribution:
         """Return a distribution from `told`, with the same bits."""
         return cls(**{**told, "counts": np.array(told["counts"], np.int64), "edges": np.array(told["edges"])})
 

@@ -22,7 +22,7 @@ from strategies.torch.pass_weights import Weighing
 _STARTS = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 
 
-class Model(Protocol):
+class ExchangingModel(Protocol):
     """A model whose gradients are exchanged. `BackwardPasses` calls its methods in the order below.
 
     `backward()` raises the first error of a method, and no further model is concluded, except after a `WeightError`.
@@ -60,7 +60,7 @@ class ModelPass:
         begun: The exchanges that have begun.
     """
 
-    def __init__(self, model: Model, plan: TorchGradientPlan | None, tasks: set[int]) -> None:
+    def __init__(self, model: ExchangingModel, plan: TorchGradientPlan | None, tasks: set[int]) -> None:
         self.model, self.tasks = model, tasks
         self.came: set[int] = set()
         self.taken: set[int] = set()
@@ -102,7 +102,7 @@ class BackwardPass:
     def __init__(self, task: int) -> None:
         self.tasks = {task}
         self.passes: list[ModelPass] = []
-        self.reached: list[Model] = []
+        self.reached: list[ExchangingModel] = []
 
 
 class BackwardPasses:
@@ -119,7 +119,7 @@ class BackwardPasses:
 
     def __init__(self) -> None:
         self.models = 0
-        self.members: WeakSet[Model] = WeakSet()
+        self.members: WeakSet[ExchangingModel] = WeakSet()
         self.weighing = Weighing()
         self._exchanges = ThreadPoolExecutor(1, "gradients")  # one thread: collective calls keep their order
         self._running: BackwardPass | None = None

@@ -189,7 +189,8 @@ class DistributedModel(torch.nn.Module):
         Raises:
             TypeError: If the loss or the weight is no scalar.
             ValueError: If there is no weight, or gradients travel as float16.
-            StrategyError: If some backward passes of a step have no weight, or gradients of an earlier step are left.
+            StrategyError: If some backward passes of a step have no weight, gradients of an earlier step are left, or
+                the program has changed gradients since the last pass of this step.
             WeightError: On all instances, if a weight is negative or not finite.
             ZeroWeightError: On all instances, if all weights are 0. Gradients are 0 then, and buffers have changed.
         """
@@ -201,7 +202,7 @@ class DistributedModel(torch.nn.Module):
         if found is None:
             raise ValueError(
                 "the loss has no weight; give it, as in model.weighted_backward(loss, tokens), or let the module state "
-                "it with strategies.torch.loss_weight"
+                "it with strategies.torch.loss_weight, in training mode"
             )
         number = number_of(found)
         self._averaging.loop.weights.stated.clear()

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass, replace
+from collections.abc import Container, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
-from strategies.core.agreement import insist_on_agreement
-from strategies.core.digest import insist_on_same_bits
-from strategies.core.gathering import replicas_where
 from strategies.core.journal import Recorded
 from strategies.core.survival import together, warn_of_loss
 from strategies.errors import StrategyError
-from strategies.jax.comparing.digest import digest_of, host_arrays
 from strategies.jax.replicas.replicas import Replicas
-from strategies.torch.agreement import settings_differ, word_of
 from strategies.torch.backward_passes import ModelPass, passes_over
 from strategies.torch.contribution import refuse_to_come_twice
 from strategies.torch.gradient_exchange import (
@@ -28,6 +23,7 @@ from strategies.torch.gradient_exchange import (
 )
 from strategies.torch.gradient_hooks import GradientHooks
 from strategies.torch.local_gradients import LocalGradients
+from strategies.torch.loop_agreement import LoopAgreement
 from strategies.torch.loop_buffers import LoopBuffers
 from strategies.torch.loop_exchange import HostLoopExchange, LoopExchange, Told
 from strategies.torch.loop_means import LoopMeans, Turn, received_means, refuse_spares
@@ -38,9 +34,9 @@ from strategies.torch.on_device.device_loop_exchange import DeviceLoopExchange
 from strategies.torch.on_device.paths import path_of_loops
 from strategies.torch.options import TorchOptions
 from strategies.torch.outcomes import refuse_where_replicas_meet
-from strategies.torch.pass_weights import divide_by_weight, quotient, refuse_without_mean
+from strategies.torch.pass_weights import divide_by_weight, quotient, refuse_lacking, refuse_without_mean
 from strategies.torch.sync_batch_norm import seat_in_loop, sync_layers_of
-from strategies.torch.tensors import dtype_of, host_array
+from strategies.torch.tensors import dtype_of, tensors_in
 from strategies.torch.training import received_tensors, refuse_modules, take_over
 from strategies.torch.updates import refuse_float16
 from strategies.typing import Tree
@@ -74,12 +70,12 @@ class GradientAveraging:
         self._streams = options.streams_over(replicas)
         self._meet_the_others()
         self._watch = ModuleWatch(module)
+        self._agreement = LoopAgreement(module, self._watch, replicas, options)
         self._hooks = GradientHooks(self.arrived)
         self._local = LocalGradients()
         self._pass: ModelPass | None = None
         self._is_behind = False  # whether the module has changed, so that a new plan is needed
         self._has_warned = False  # whether it has warned that a lost instance ends the job
-        self._writes_before = 0  # the count of writes when parameters were last compared
         self._title = ""
         self.named: list[tuple[str, torch.nn.Parameter]] = []
         self._numbers: dict[int, int] = {}
@@ -150,7 +146,7 @@ class GradientAveraging:
         take_over(named, received_tensors(named, self._replicas.communicator, root))
         self.known = {id(one) for _, one in self._watch.named}
         self._changes.begin_with({})
-        self._writes_before = self._watch.writes
+        self._agreement.have_same_bits()
 
     def join_once(self) -> bool:
         """Take part in a backward pass of the other instances. Return True if no instance was in a backward pass."""
@@ -188,12 +184,7 @@ class GradientAveraging:
 
     def _insist_on_agreement(self, new: Sequence[torch.Tensor]) -> None:
         """Compare the averaged parameters, and the values of new ones, with the other instances. Collective."""
-        digests = {id(one): f", digest {digest_of(host_array(one))[0]:x}" for one in new}
-        terms = {name: f"{_described(one)}{digests.get(id(one), '')}" for name, one in self._watch.named}
-        buffers = {slot.name: f"buffer {slot.tensor.dtype}" for slot in self.buffers.slots}
-        seed, dtype, steps = self._options.seed, self._options.transfer.dtype, self._options.verify_steps
-        options = {"seed": str(seed), "gradient_transfer_dtype": str(dtype), "verify_steps": str(steps)}
-        insist_on_agreement(self._replicas, [options, terms, buffers])
+        self._agreement.insist_on_same_parts(self.buffers.slots, new)
         self.known = {id(one) for _, one in self._watch.named}
 
     def _make_plan(self) -> None:
@@ -202,7 +193,7 @@ class GradientAveraging:
         self._numbers = {id(one): number for number, (_, one) in enumerate(self.named)}
         self._local.follow(self.named)
         self._is_behind = False
-        self._writes_before = self._watch.writes
+        self._agreement.have_same_bits()
         parameters = tuple(Parameter.of(*one) for one in self.named)
         self._exchange = self._exchange_of(parameters)
         self._leaves_early = self._exchange.plan.is_cut and not self.is_alone
@@ -249,7 +240,7 @@ class GradientAveraging:
     def watch(self, outputs: Tree) -> None:
         """Register hooks that report backward passes through the module's outputs."""
         reached = None
-        for node in {tensor.grad_fn for tensor in _tensors(outputs)}:
+        for node in {tensor.grad_fn for tensor in tensors_in(outputs)}:
             if node is not None:
                 reached = reached or partial(_reached, self)
                 node.register_prehook(reached)
@@ -450,9 +441,8 @@ class GradientAveraging:
         """Return the numbers that travel behind the gradients of a replica."""
         changes = tuple(self._changes.has_changed(number, slot) for number, slot in enumerate(slots))
         flags = tuple(gradient is not None for gradient in gradients)
-        word = word_of(self.loop.step, self._watch.writes - self._writes_before) if self._options.verify_steps else 0
         numbers = is_active, self._is_behind, loss, weight or 0.0, weight is not None
-        return Told(numbers, word, flags, changes)
+        return Told(numbers, self._agreement.word(self.loop.step), flags, changes)
 
     def _apply(
         self,
@@ -483,27 +473,17 @@ class GradientAveraging:
             ", and freeze it on all of them or on none",
         )
         if tail.metrics[4]:
-            tail = replace(tail, weight=self._mean_weight(tail, weights))
+            if tail.metrics[4] != active:
+                refuse_lacking(self._replicas, weights)
+            self._refuse_float16()
+            tail = replace(tail, weight=float(tail.metrics[3]))
         self._exchange.give(of_each[0])
         divide_by_weight(of_each[0], tail.weight)
         values = self.buffers.agreed(tail.has_changed, slots, self._replicas)
         self.keep({number: value.to(self.device) for number, value in values.items()})
-        if active == 1 and (settings_differ(*tail.settings) or self._options.compares_bits(self.loop.step)):
-            state = {name: host_array(parameter) for name, parameter in self._module.named_parameters()}
-            insist_on_same_bits(self._replicas, host_arrays(state), self.loop.step)
-            self._writes_before = self._watch.writes  # bits are equal: unequal write counts do no harm
+        if active == 1:
+            self._agreement.compare_bits(self.loop.step, tail.settings)
         return tail, values
-
-    def _mean_weight(self, tail: Tail, weights: Sequence[float | None]) -> float:
-        """Return the mean weight of all replicas. Collective if only some of them have weights, which is refused."""
-        if tail.metrics[4] != tail.metrics[0]:
-            lacking = replicas_where(self._replicas, [one is None for one in weights], "who gives no weight")
-            raise StrategyError(
-                f"the losses of the replicas {lacking} have no weight, and those of the others have one; call "
-                "model.weighted_backward on all of them"
-            )
-        self._refuse_float16()
-        return float(tail.metrics[3])
 
     def _divide_alone(self, gradients: Sequence[torch.Tensor | None], weight: float | None) -> None:
         """Divide the gradients of the only replica by the mean weight of its losses, if they have any."""
@@ -575,21 +555,3 @@ class GradientAveraging:
 
 def _reached(averaging: GradientAveraging, gradients: object) -> None:
     averaging.reached()
-
-
-def _described(parameter: torch.Tensor) -> str:
-    where = "" if parameter.device.type == "cpu" else f" on {parameter.device.type}"
-    return f"{parameter.dtype}{list(parameter.shape)} {'trained' if parameter.requires_grad else 'frozen'}{where}"
-
-
-def _tensors(outputs: Tree) -> Iterator[torch.Tensor]:
-    if isinstance(outputs, torch.Tensor):
-        yield outputs
-    elif isinstance(outputs, Mapping):
-        for one in outputs.values():
-            yield from _tensors(one)
-    elif isinstance(outputs, list | tuple):
-        for one in outputs:
-            yield from _tensors(one)
-    elif is_dataclass(outputs) and not isinstance(outputs, type):
-        yield from _tensors(vars(outputs))

@@ -17,7 +17,7 @@ from strategies.torch.gradient_hooks import GradientHooks
 from strategies.torch.loop_randomness import MicroBatchRandomness
 from strategies.torch.optimizer_arrays import parameters_of
 from strategies.torch.outcomes import weighted_value
-from strategies.torch.pass_weights import PassWeights
+from strategies.torch.pass_weights import PassWeights, has_gradient
 from strategies.torch.randomness import seed_of
 
 Averages = Callable[[torch.Tensor], bool]
@@ -183,7 +183,9 @@ def _refuse_sums(
     reference: weakref.ref[GradientHooks], weights: PassWeights, optimizer: torch.optim.Optimizer, *step: object
 ) -> None:
     hooks = reference()
-    if weights.total is not None and hooks is not None and any(one in hooks for one in parameters_of(optimizer)):
+    if weights.total is None or hooks is None:
+        return
+    if any(one in hooks and has_gradient(one) for one in parameters_of(optimizer)):
         raise StrategyError(
             f"{type(optimizer).__name__} would use gradients that are sums of weighted gradients, and no means yet: "
             "the last model.weighted_backward was inside no_sync, or it has failed; make the last pass of a step "

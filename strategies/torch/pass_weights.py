@@ -6,12 +6,15 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
 
+from strategies.core.gathering import replicas_where
 from strategies.core.weights import SKIP, is_weighted, travelling, weighted_means
 from strategies.errors import StrategyError, ZeroWeightError
+from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.on_device.arithmetic import divide
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
@@ -96,7 +99,7 @@ class PassWeights:
         has_ended = self._counted is not None and self._counted is self._ended
         if has_ended and all(self._is_as_seen(one) for _, one in named):
             return
-        left = next((name for name, one in named if _has_gradient(one)), None)
+        left = next((name for name, one in named if has_gradient(one)), None)
         if left is None:
             self._begin_sum()
         elif self._counted is not None:
@@ -124,7 +127,7 @@ class PassWeights:
         return now is None if seen is None else now is not None and now is seen[0]() and now._version == seen[1]
 
 
-def _has_gradient(parameter: torch.nn.Parameter) -> bool:
+def has_gradient(parameter: torch.nn.Parameter) -> bool:
     """Return whether a parameter has a gradient that is not all zeros."""
     gradient = parameter.grad
     return gradient is not None and bool((gradient._values() if gradient.is_sparse else gradient).any())
@@ -194,3 +197,17 @@ def refuse_without_mean(weight: float | None, step: int) -> None:
             f"all replicas and micro-batches have weight 0 at step {step}, so gradients have no mean and are 0; leave "
             "such batches out, or catch this error and leave optimizer.step() out"
         )
+
+
+def refuse_lacking(replicas: Replicas, weights: Sequence[float | None]) -> NoReturn:
+    """Raise on all instances, because the losses of only some replicas have weights. Collective.
+
+    Args:
+        replicas: The replicas of all instances.
+        weights: The weight of each local replica; None without one.
+    """
+    lacking = replicas_where(replicas, [one is None for one in weights], "who gives no weight")
+    raise StrategyError(
+        f"the losses of the replicas {lacking} have no weight, and those of the others have one; call "
+        "model.weighted_backward on all of them, or return an Outcome with a weight"
+    )

@@ -117,7 +117,7 @@ class TestSquares:
 
 
 def test_parts_of_gradients_on_a_device_have_the_norms_of_the_whole(on_instances):
-    """As with PyTorch on GPUs, if the host divides the gradients of the optimizer state's shards."""
+    """PyTorch on GPUs has them, if the host divides gradients for the shards of the optimizer state."""
 
     def norms(strategy):
         replicas, [own] = strategy.replicas, strategy.local_replicas
@@ -271,7 +271,7 @@ class TestTrainings:
         state = trainer.init({"w": np.ones((3, 2), np.float32), "b": np.zeros(2, np.float32)})
 
         def alive():
-            return sum(isinstance(each, Distribution) for each in gc.get_objects())
+            return sum(type(each) is Distribution for each in gc.get_objects())
 
         with strategies.metrics.open(Kept(), strategy=strategy, norms_every=1, histograms_every=1):
             before = alive()

@@ -367,9 +367,16 @@ class ReplicaProgram:
         if settings.count > 1:
             pairs = zip(jax.tree.leaves(trained), self.gradient_dtypes, strict=True)
             accumulators = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in pairs]
-            values = self.places.num_values
             return accumulate(
-                of_micro_batch, batch, key, model_state, settings.count, settings.method, accumulators, values
+                of_micro_batch,
+                batch,
+                key,
+                model_state,
+                settings.count,
+                settings.method,
+                accumulators,
+                self.places.num_values,
+                self._has_collectives,
             )
         own, leaves, after = of_micro_batch(batch, key, model_state)
         return own, [leaf.astype(dtype) for leaf, dtype in zip(leaves, self.gradient_dtypes, strict=True)], after
