@@ -19,7 +19,7 @@ _OTHERS = frozenset((*vars(torch.nn.Module()), *vars(pl.LightningModule()), "for
 
 
 @dataclass
-class _Values:
+class _Assigned:
     """The values of one attribute.
 
     Attributes:
@@ -52,7 +52,7 @@ class AttributeStates:
             for one in module.modules()
             if not (type(one).__module__.startswith("torch.") or isinstance(one, Metric))
         ]
-        self._values: dict[tuple[int, str], _Values] = {}  # by the module's number and the attribute's name
+        self._values: dict[tuple[int, str], _Assigned] = {}  # by the module's number and the attribute's name
 
     @contextmanager
     def of(self, replica: int) -> Iterator[None]:
@@ -81,6 +81,6 @@ class AttributeStates:
             for name in (earlier.keys() | attributes.keys()) - _OTHERS:
                 first, now = earlier.get(name, _MISSING), attributes.get(name, _MISSING)
                 if now is not first:
-                    self._values.setdefault((number, name), _Values(first, now))
+                    self._values.setdefault((number, name), _Assigned(first, now))
         for (number, name), values in self._values.items():
             values.of[replica] = values.left = self._attributes[number].get(name, _MISSING)
