@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NoReturn, cast
 
 from popdist.context import instance
-from popdist.environments.poprun import LAUNCH_VARIABLES, SPARE_VARIABLE
+from popdist.environments.poprun import LAUNCH_VARIABLES, SHRINKS_VARIABLE, SPARE_VARIABLE
 from popdist.failing import follows_from_another
 from popdist.instance import this_host
 from popdist.launching.channel import FUNCTION_LIMIT_S, LaunchChannel, LaunchMessage, MessageKind, call
@@ -31,9 +31,11 @@ def main() -> None:
     setup, *parts = channel.receive().parts
     channel.limit(None)
     described = json.loads(bytes(setup))
-    sys.path += [folder for folder in described["path"] if folder not in sys.path]
+    # In the same order, so that a name is the same module here as in the launching process.
+    sys.path[:] = dict.fromkeys([*described["path"], *sys.path])
     sys.argv = described["argv"]
     know_sources(described["sources"])
+    own = os.getpid()
     try:
         function, args = cast("tuple[Callable[..., object], tuple[object, ...]]", unpack(parts))
         del parts
@@ -43,8 +45,10 @@ def main() -> None:
             raise
         value = None
     except Exception as error:
+        if os.getpid() != own:
+            raise
         _fail(channel, error)
-    if not _is_spare():
+    if os.getpid() == own and not _is_spare():  # a child process that the function has forked may return from it
         _send_result(channel, value)
 
 
@@ -66,7 +70,7 @@ def _send_result(channel: LaunchChannel, value: object) -> None:
 
 
 def _fail(channel: LaunchChannel, error: Exception) -> NoReturn:
-    """InstanceReport an exception, which the launching process raises again, and end this process."""
+    """Report an exception, which the launching process raises again, and end this process."""
     own = error.__traceback__
     trace = "".join(traceback.format_exception(type(error), error, own and own.tb_next))
     said = "".join(traceback.format_exception_only(error)).strip()
@@ -80,4 +84,5 @@ def _fail(channel: LaunchChannel, error: Exception) -> NoReturn:
 
 def _sender() -> ReportSender:
     this = instance()
-    return ReportSender(this.index, this.count, this_host(), int(os.environ.get(ATTEMPT_VARIABLE, "0")))
+    attempt = int(os.environ.get(ATTEMPT_VARIABLE, "0"))
+    return ReportSender(this.index, this.count, this_host(), attempt, SHRINKS_VARIABLE in os.environ)

@@ -83,8 +83,8 @@ def launch(
     error = cause_of(reports)
     if error is None:
         raise LaunchError(
-            f"the job of {name_of(function)} has ended with status {status}, without an exception of the function; its "
-            f"last messages:\n{relay.last_lines}",
+            f"the job of {name_of(function)} has ended with status {status}, without an exception of the function's "
+            f"own; its last messages:\n{relay.last_lines}",
             status,
         )
     raise error

@@ -62,11 +62,9 @@ def open(
             "ask for the same, or only once"
         )
     found = open_sinks(sinks, replicas.job, os.environ)
+    found.looks = settings if settings.are_on else None
     replicas.sinks.append(found)
     found.at_close(replicas.sinks.remove)
-    if settings.are_on and before is None:
-        replicas.distributions = settings
-        found.at_close(lambda _: setattr(replicas, "distributions", None))
     return found
 
 

@@ -133,7 +133,7 @@ class Trainer:
 
     @property
     def variable_names(self) -> Sequence[str] | None:
-        """The names of the trained variables in sinks of metrics; None for their paths in the pytree."""
+        """The names of the trained variables in sinks, in the order of the pytree; None for their paths in it."""
         return self._engine.of_layers.variable_names
 
     @variable_names.setter

@@ -7,8 +7,11 @@ abstract namespace (unix(7)), so that no file is left. Instances on other hosts 
 
 from __future__ import annotations
 
+import fcntl
 import hmac
 import os
+import select
+import signal
 import socket
 import struct
 from collections.abc import Mapping, Sequence
@@ -99,6 +102,19 @@ class LaunchChannel:
         """Set the time limit of each further wait; None for no limit."""
         self._connection.settimeout(limit_s)
 
+    def end_with(self) -> None:
+        """Give the connection to the kernel, which sends this process SIGTERM when the other side closes (fcntl(2)).
+
+        Raises:
+            OSError: It has closed.
+        """
+        descriptor = self._connection.detach()
+        fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGTERM)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
+        if select.select([descriptor], [], [], 0)[0]:
+            raise ConnectionResetError("the other side has closed the connection")
+
     def close(self) -> None:
         """End the connection, and with it the waits of other threads."""
         with suppress(OSError):
@@ -149,12 +165,12 @@ def _connect(environ: Mapping[str, str]) -> socket.socket:
         host, port = address.split(" ")
         return socket.create_connection((host, int(port)), timeout=GREETING_LIMIT_S)
     connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(GREETING_LIMIT_S)
     try:
-        connection.connect(f"\0{environ[ADDRESS_VARIABLE]}")
+        connection.connect(f"\0{environ[ADDRESS_VARIABLE]}")  # with a time limit, a full backlog would be an error
     except BaseException:
         connection.close()
         raise
+    connection.settimeout(GREETING_LIMIT_S)
     return connection
 
 

@@ -23,12 +23,14 @@ class ReportSender:
         count: The number of instances.
         host: Its host.
         attempt: The number of restarts of the job so far.
+        may_lose: Whether the job goes on without lost instances.
     """
 
     index: int
     count: int
     host: str
     attempt: int = 0
+    may_lose: bool = False
 
     def __str__(self) -> str:
         return f"instance {self.index} on {self.host}"
@@ -108,20 +110,22 @@ def results_of(reports: Sequence[InstanceReport], exit_status: int) -> list[obje
     """Return the results of all instances in order, after poprun has ended with status 0.
 
     Raises:
-        LaunchError: A result is missing, or cannot be unpickled here.
+        LaunchError: A result is missing in a job that needs all instances, or it cannot be unpickled here.
     """
     last = max((report.sender.attempt for report in reports), default=0)
     results = [each for each in reports if isinstance(each, InstanceResult) and each.sender.attempt == last]
-    by_index = {each.sender.index: each for each in results}
+    # Instances that are left when others have returned are numbered anew, from 0.
+    by_place = {(-each.sender.count, each.sender.index): each for each in results}
     count = results[-1].sender.count if results else 1
-    if missing := sorted(set(range(count)) - by_index.keys()):
+    missing = sorted(set(range(count)) - {index for _, index in by_place})
+    if missing and not (results and results[-1].sender.may_lose):
         raise LaunchError(
             f"poprun has ended with status {exit_status}, but no result has come from instance {missing[0]}; let the "
             "function return on every instance, do not call os._exit, and leave out options that start no job, such as "
             "--dry-run",
             exit_status,
         )
-    return [_value_of(by_index[index], exit_status) for index in range(count)]
+    return [_value_of(each, exit_status) for _, each in sorted(by_place.items(), key=lambda item: item[0])]
 
 
 def _value_of(result: InstanceResult, exit_status: int) -> object:
@@ -136,14 +140,16 @@ def _value_of(result: InstanceResult, exit_status: int) -> object:
 
 
 def cause_of(reports: Sequence[InstanceReport]) -> Exception | None:
-    """Return the exception to raise after a failure: the first that follows from no other instance's end.
+    """Return the exception to raise after a failure: the first of the last attempt that has one of its own.
 
-    Its notes name the failures of the other instances. None: no instance has reported an exception.
+    Its notes name the failures of the other instances. None: no instance has reported an exception, except exceptions
+    that follow from another instance's end, which poprun explains.
     """
     failures = [report for report in reports if isinstance(report, InstanceFailure)]
-    if not failures:
+    causes = [failure for failure in failures if not failure.follows]
+    if not causes:
         return None
-    cause = min(failures, key=lambda failure: failure.follows)
+    cause = max(causes, key=lambda failure: failure.sender.attempt)
     error = cause.as_exception()
     others = [failure for failure in failures if failure is not cause]
     for failure in others[:MOST_NOTES]:

@@ -39,11 +39,13 @@ def pack(value: object) -> list[Part]:
     # Tracebacks show the file names of functions, and cloudpickle 3.1 drops them.
     table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
 
-    def refuse_devices(self: object, value: object) -> object:
+    def reduce(self: object, value: object) -> object:
         _refuse_device_array(value)
+        if isinstance(value, Exception) and _is_made_by_own_arguments(type(value)):
+            return _exception, (type(value), value.args, vars(value))
         return cloudpickle.Pickler.reducer_override(self, value)
 
-    pickler = type("Pickler", (cloudpickle.Pickler,), {"dispatch_table": table, "reducer_override": refuse_devices})
+    pickler = type("Pickler", (cloudpickle.Pickler,), {"dispatch_table": table, "reducer_override": reduce})
     buffers: list[pickle.PickleBuffer] = []
     pickled = io.BytesIO()
     pickler(pickled, protocol=_PROTOCOL, buffer_callback=buffers.append).dump(value)
@@ -74,6 +76,17 @@ def _refuse_device_array(value: object) -> None:
         return
     if others := {device.platform for device in devices()} - {"cpu"}:
         raise TypeError(f"an array of JAX on a {others.pop()} would start JAX there before a strategy; use np.asarray")
+
+
+def _is_made_by_own_arguments(kind: type[Exception]) -> bool:
+    """Return whether pickle would call a class's own `__init__` with the arguments of `Exception.__init__`."""
+    return kind.__reduce__ is Exception.__reduce__ and inspect.isfunction(kind.__init__)
+
+
+def _exception(kind: type[Exception], args: tuple[object, ...], state: dict[str, object]) -> Exception:
+    error = kind.__new__(kind, *args)
+    vars(error).update(state)
+    return error
 
 
 def _reduce_code(code: CodeType) -> tuple[object, ...]:

@@ -58,6 +58,10 @@ class DistributionSettings:
         """The settings for messages."""
         return f"norms every {self.norms_every} and histograms every {self.histograms_every} steps (0: never)"
 
+    def are_due(self, step: int) -> bool:
+        """Return whether the step after `step` others looks at anything."""
+        return self.norms_are_due(step) or self.histograms_are_due(step)
+
     def norms_are_due(self, step: int) -> bool:
         """Return whether the step after `step` others looks at norms."""
         return bool(self.norms_every) and not step % self.norms_every

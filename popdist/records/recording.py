@@ -28,7 +28,7 @@ SUFFIX = ".jsonl"
 CHECKPOINTS = "checkpoints"
 """Subfolder for the checkpoints of the verified program."""
 
-PROCESS, LAYOUT, STEP, VALUES, QUESTION, CHECKPOINT, OBSTACLE = (
+PROCESS, LAYOUT, STEP, VALUES, QUESTION, CHECKPOINT, OBSTACLE, OBSTACLE_TO_JOINS = (
     "process",
     "layout",
     "step",
@@ -36,6 +36,7 @@ PROCESS, LAYOUT, STEP, VALUES, QUESTION, CHECKPOINT, OBSTACLE = (
     "question",
     "checkpoint",
     "obstacle",
+    "obstacle to joins",
 )
 """The kinds of lines."""
 
@@ -125,7 +126,7 @@ class Question:
 
 
 _questions: dict[Question, None] = {}
-_obstacles: dict[str, None] = {}
+_obstacles: dict[tuple[str, str], None] = {}
 
 
 def note_question(what: str) -> None:
@@ -152,16 +153,17 @@ def questions() -> tuple[Question, ...]:
     return tuple(_questions)
 
 
-def note_obstacle(reason: str) -> None:
+def note_obstacle(reason: str, kind: str = OBSTACLE) -> None:
     """Record a reason why the job ends if an instance is lost. Does nothing without a recording.
 
     Args:
         reason: The reason in words.
+        kind: `OBSTACLE`; or `OBSTACLE_TO_JOINS` if only no spare can take the place of the lost instance.
     """
     if FOLDER_VARIABLE in os.environ:
-        _obstacles.setdefault(reason)
+        _obstacles.setdefault((kind, reason))
 
 
-def obstacles() -> tuple[str, ...]:
-    """Return the reasons that `note_obstacle` has recorded in this process, in order."""
+def obstacles() -> tuple[tuple[str, str], ...]:
+    """Return the kinds and reasons that `note_obstacle` has recorded in this process, in order."""
     return tuple(_obstacles)

@@ -47,6 +47,7 @@ from poprun.verify.running import (
     run_to_resume,
     run_with_failure,
     run_with_losses,
+    spares_with_losses,
     take_interrupts,
 )
 
@@ -256,11 +257,8 @@ class Verification:
                 "the program completed and has recorded no step; only programs that train by strategies.Trainer "
                 "(its step or run) can be verified; a program of plain popdist or JAX needs one"
             )
-        if self.asked.with_losses and (reason := obstacle_to_losses(first.record)):
-            raise PopRunError(
-                f"the program cannot go on without a lost instance: {reason}. Verify it without --with-losses, and "
-                "start it with --on-failure restart, which goes on from a checkpoint"
-            )
+        if self.asked.with_losses and (obstacle := obstacle_to_losses(first.record, spares_with_losses(self.asked))):
+            raise PopRunError(obstacle)
         if self.asked.resume and not first.record.checkpoints:
             raise PopRunError(
                 "--resume needs a program that saves checkpoints, and this one has made no strategies.Checkpoints; "

@@ -21,11 +21,27 @@ def longest_training(record: Record) -> int:
     return max(Counter(training for training, _ in record.steps).values(), default=0)
 
 
-def obstacle_to_losses(record: Record) -> str:
-    """Return why the program of a run cannot go on without a lost instance; "" if nothing is known against it."""
+def obstacle_to_losses(record: Record, spares: int) -> str:
+    """Return why a run with losses cannot be made, and what to do; "" if nothing is known against it.
+
+    Args:
+        record: The record of a run of the program without losses.
+        spares: The number of spares of the run with losses.
+    """
+    reason = next(iter(record.obstacles), "")
     if any(process.strategy == _WITHOUT_SURVIVORS for process in record.processes):
-        return f"with {_WITHOUT_SURVIVORS} the job ends if an instance is lost; use PopDistStrategy"
-    return next(iter(record.obstacles), "")
+        reason = f"with {_WITHOUT_SURVIVORS} the job ends if an instance is lost; use PopDistStrategy"
+    if reason:
+        return (
+            f"the program cannot go on without a lost instance: {reason}. Verify it without --with-losses, and "
+            "start it with --on-failure restart, which goes on from a checkpoint"
+        )
+    if spares and (reason := next(iter(record.obstacles_to_joins), "")):
+        return (
+            f"no spare can take the place of a lost instance: {reason}. The others can go on without it: verify that "
+            "with --spares 0, and start the program with --on-failure shrink"
+        )
+    return ""
 
 
 @dataclass(frozen=True)

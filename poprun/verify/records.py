@@ -127,6 +127,7 @@ class Record:
         questions: The places where the program has asked for the instance's index, or for the number of instances.
         checkpoints: The directories of its checkpoints.
         obstacles: The reasons why the program ends if an instance is lost.
+        obstacles_to_joins: The reasons why no spare can take the place of a lost instance.
         values: The stored values, by part and instance.
         recording_s: The longest time that an instance spent on recording.
     """
@@ -136,6 +137,7 @@ class Record:
     questions: tuple[Question, ...] = ()
     checkpoints: tuple[str, ...] = ()
     obstacles: tuple[str, ...] = ()
+    obstacles_to_joins: tuple[str, ...] = ()
     values: Mapping[tuple[str, int], Values] = field(default_factory=dict)
     recording_s: float = 0.0
 
@@ -179,7 +181,7 @@ def record_of(lines: Iterable[tuple[int, JsonObject]], folder: Path) -> Record:
     processes: dict[int, RecordedProcess] = {}
     questions: dict[Question, None] = {}
     checkpoints: dict[str, None] = {}
-    obstacles: dict[str, None] = {}
+    obstacles: dict[str, dict[str, None]] = {recording.OBSTACLE: {}, recording.OBSTACLE_TO_JOINS: {}}
     values: dict[tuple[str, int], Values] = {}
     layouts: dict[tuple[int, int], JsonObject] = {}
     before: dict[tuple[int, int], tuple[int, list[str]]] = {}
@@ -194,8 +196,8 @@ def record_of(lines: Iterable[tuple[int, JsonObject]], folder: Path) -> Record:
             questions.setdefault(Question(line["what"], line["file"], line["line"], line["where"]))
         elif kind == recording.CHECKPOINT:
             checkpoints.setdefault(line["directory"])
-        elif kind == recording.OBSTACLE:
-            obstacles.setdefault(line["reason"])
+        elif kind in obstacles:
+            obstacles[kind].setdefault(line["reason"])
         elif kind == recording.LAYOUT:
             layouts[instance, line["training"]] = line
         elif kind == recording.VALUES:
@@ -216,7 +218,8 @@ def record_of(lines: Iterable[tuple[int, JsonObject]], folder: Path) -> Record:
         steps=steps,
         questions=tuple(questions),
         checkpoints=tuple(checkpoints),
-        obstacles=tuple(obstacles),
+        obstacles=tuple(obstacles[recording.OBSTACLE]),
+        obstacles_to_joins=tuple(obstacles[recording.OBSTACLE_TO_JOINS]),
         values=values,
         recording_s=max(recording_s.values(), default=0.0),
     )

@@ -349,8 +349,13 @@ def run_with_losses(asked: VerifyRequest, spreads: Sequence[int], steps: int) ->
     fewer = [each for each in several if each <= MOST_WITH_LOSSES]
     instances = max(several) if asked.spreads else max(fewer, default=min(several))
     transport = next(each for each in asked.transports if each != GRPC)
-    spares = USUAL_SPARES if asked.named_spares is None else asked.named_spares
-    return Run(instances, asked.replicas, transport, choose_losses(instances, steps), spares=spares)
+    faults, spares = choose_losses(instances, steps), spares_with_losses(asked)
+    return Run(instances, asked.replicas, transport, faults, spares=spares)
+
+
+def spares_with_losses(asked: VerifyRequest) -> int:
+    """Return the number of spares of the run that loses instances."""
+    return USUAL_SPARES if asked.named_spares is None else asked.named_spares
 
 
 def choose_losses(instances: int, steps: int) -> tuple[str, ...]:

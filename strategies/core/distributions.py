@@ -11,13 +11,15 @@ import numpy as np
 from popdist.instance import replica_blocks
 from popdist.records.distribution_settings import GRADIENT_NORM, WEIGHT_NORM, DistributionSettings
 from strategies.core.members import Members
-from strategies.core.metrics import UnreadArray
+from strategies.core.metrics import ReadingOfSteps, UnreadArray
 from strategies.exchange.shards import Shards
 from strategies.sinks.distribution import Distribution
-from strategies.typing import Leaf
+from strategies.typing import Leaf, Tree
 
 _GRADIENTS, _WEIGHTS = "gradients", "weights"
 _NOT_IN_NAMES = re.compile(r"[^\w./ -]")
+_MOST_LETTERS = 200
+"""The most letters of a layer's name. MLflow takes 250 for the name of a number, such as `gradients/LAYER/p50`."""
 _CHUNK = 1 << 15
 """The elements that are squared at once; 256 KiB in float64, which a core's cache holds."""
 
@@ -66,20 +68,34 @@ class LayerLook:
 
     Attributes:
         step: Number of steps so far, including this one.
-        read: Returns the norms by name, given how many of the steps came later; waits for a device.
+        read: Reads the norms of the step; waits for a device.
         distributions: Distributions by name.
     """
 
     step: int
-    read: Callable[[int], Mapping[str, float]]
+    read: ReadingOfSteps
     distributions: Mapping[str, Distribution] = field(default_factory=dict)
+
+    @property
+    def told(self) -> list[object]:
+        """The results as values of JSON, for an instance that lacks them; waits for a device."""
+        return [self.step, dict(self.read(0)), {name: each.told for name, each in self.distributions.items()}]
+
+    @classmethod
+    def heard(cls, told: Tree) -> LayerLook:
+        """Return results from `told`, with the same bits."""
+        step, norms, of_all = told
+        distributions = {name: Distribution.heard(each) for name, each in of_all.items()}
+        return cls(step, lambda later: {} if later else norms, distributions)
 
 
 def layer_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Return names that all sinks accept: letters, digits, and `_./ -`; each of them is different."""
+    """Return names that all sinks accept: short relative paths of letters, digits, and `_. -`; all are different."""
     found: dict[str, None] = {}
     for name in names:
-        plain = _NOT_IN_NAMES.sub("_", name).strip() or "variables"
+        parts = _NOT_IN_NAMES.sub("_", name).strip().split("/")
+        plain = "/".join(part for part in parts if part not in ("", ".", ".."))[-_MOST_LETTERS:].strip("/")
+        plain = plain or "variables"
         number, chosen = 1, plain
         while chosen in found:
             number += 1
@@ -99,10 +115,9 @@ def look(settings: DistributionSettings, step: int, layers: Callable[[], Layers]
         layers: Returns the layers of the step.
         members: The instances.
     """
-    norms, histograms = settings.norms_are_due(step), settings.histograms_are_due(step)
-    if not (norms or histograms):
+    if not settings.are_due(step):
         return None
-    known = layers()
+    norms, histograms, known = settings.norms_are_due(step), settings.histograms_are_due(step), layers()
     with np.errstate(all="ignore"):  # of layers whose training has failed
         return LayerLook(
             step + 1,
@@ -134,7 +149,7 @@ def _divided(array: np.ndarray, divisor: float) -> np.ndarray:
     return quotient
 
 
-def _norms(layers: Layers, members: Members) -> Callable[[int], Mapping[str, float]]:
+def _norms(layers: Layers, members: Members) -> ReadingOfSteps:
     """Return a function that reads the norms; those of arrays on the host are computed now."""
     weights = _norms_of(layers.variables, layers, members)
     gradients = _norms_of(layers.gradients, layers, members, [*map(layers.is_cut, range(len(layers.names)))])
@@ -157,17 +172,19 @@ def _norms(layers: Layers, members: Members) -> Callable[[int], Mapping[str, flo
 def _norms_of(
     leaves: Sequence[Leaf], layers: Layers, members: Members, are_cut: Sequence[bool] | None = None
 ) -> UnreadArray:
-    if layers.device_norms is not None and not all(leaf is None or isinstance(leaf, np.ndarray) for leaf in leaves):
+    cut = np.flatnonzero(are_cut) if are_cut else np.zeros(0, np.int64)
+    are_on_host = all(leaf is None or isinstance(leaf, np.ndarray) for leaf in leaves)
+    if layers.device_norms is not None and not are_on_host and not len(cut):
         return layers.device_norms(leaves)
     replicas = members.num_replicas_in_sync
-    cut = np.flatnonzero(are_cut) if are_cut else np.zeros(0, np.int64)
     sums = np.zeros((len(leaves), replicas))
     for number, leaf in enumerate(leaves):
         if leaf is not None and number not in cut:
             sums[number] = squares_of_shards(layers.on_host(leaf).reshape(-1), replicas)
     if len(cut):
         assert layers.shards is not None
-        own = [_own_squares(leaves[number], layers.variables[number], layers.shards) for number in cut.tolist()]
+        parts = [(layers.on_host(leaves[number]), layers.variables[number]) for number in cut.tolist()]
+        own = [_own_squares(part, variable, layers.shards) for part, variable in parts]
         sums[cut] = _of_all_replicas(np.array(own), members)
     return np.sqrt(sums.sum(axis=1))
 
@@ -202,10 +219,10 @@ def squares_of_rows(rows: np.ndarray) -> np.ndarray:
     return sums
 
 
-def _own_squares(part: Leaf, variable: Leaf, shards: Shards) -> np.ndarray:
+def _own_squares(part: np.ndarray, variable: Leaf, shards: Shards) -> np.ndarray:
     """Return the sum of the squares of a gradient in the shard of each local replica."""
     size = shards.local * shards.part(variable)
-    own = np.asarray(part).reshape(-1)[:size]
+    own = part.reshape(-1)[:size]
     if own.size < size:
         own = np.pad(own, (0, size - own.size))
     return squares_of_rows(own.reshape(shards.local, -1))

@@ -112,7 +112,12 @@ class Engine(ABC, Generic[State, Pending]):
 
     If an error occurs before `update` is called, the state is unchanged. The step can be repeated with the same state,
     on the batch of the replicas that the instance drives then. An error of `update` is final.
+
+    Attributes:
+        can_keep_copies: Whether `has_copies` is True in a job that was started to go on without lost instances.
     """
+
+    can_keep_copies = False
 
     @abstractmethod
     def begin(self, state: State, batch: Batch, notice: bool) -> Pending:

@@ -21,6 +21,8 @@ EVALUATION = "evaluation/"
 
 UnreadArray: TypeAlias = Leaf
 """An array of NumPy, or an array on a device that may be unfinished; `np.asarray` waits for it."""
+ReadingOfSteps: TypeAlias = Callable[[int], Mapping[str, float]]
+"""A function that waits for numbers of a step and returns them by name, given how many of the steps came later."""
 
 
 class Metrics(Mapping[str, float]):
@@ -116,16 +118,12 @@ class Beside:
     """The values of steps that sinks get beside the metrics.
 
     Attributes:
-        reads: Functions that wait for numbers and return them by name, given how many of the steps came later.
+        reads: Functions that read the numbers of a step.
         distributions: Distributions in the last step, by name.
     """
 
-    reads: Sequence[Callable[[int], Mapping[str, float]]] = ()
+    reads: Sequence[ReadingOfSteps] = ()
     distributions: Mapping[str, Distribution] = field(default_factory=lambda: NO_DISTRIBUTIONS)
-
-    def numbers(self, later: int) -> dict[str, float]:
-        """Return the numbers of a step after which `later` others were made with it."""
-        return {name: number for read in self.reads for name, number in read(later).items()}
 
 
 def tell_end(
@@ -163,10 +161,10 @@ def tell_end(
         for later in reversed(range(count)):
             read = _reading(metrics) if tails is None else partial(_of_step, metrics.names, tails, count - 1 - later)
             if also.reads:
-                read = partial(_read_both, read, also, later)
+                read = partial(_read_both, read, also.reads, later)
             each.tell(step - later, read, samples, NO_DISTRIBUTIONS if later else also.distributions)
     if takes_numbers and also.reads:
-        instruments.step_numbers(also.numbers(0))
+        instruments.step_numbers(_numbers(also.reads, 0))
     if counts:
         instruments.steps_made(count, count * rows, metrics.loss_at_hand)
     if waits:
@@ -193,10 +191,15 @@ def _reading(metrics: Metrics) -> Reading:
     return lambda: dict(zip(names, np.asarray(means).tolist(), strict=False))
 
 
-def _read_both(read: Reading, beside: Beside, later: int) -> dict[str, PlainNumber]:
+def _numbers(reads: Sequence[ReadingOfSteps], later: int) -> dict[str, float]:
+    """Return the numbers beside the metrics of a step after which `later` others were made with it."""
+    return {name: number for read in reads for name, number in read(later).items()}
+
+
+def _read_both(read: Reading, reads: Sequence[ReadingOfSteps], later: int) -> dict[str, PlainNumber]:
     """Return the numbers of a step; a metric of the loss function goes before another number of the same name."""
     found = dict(read())
-    for name, number in beside.numbers(later).items():
+    for name, number in _numbers(reads, later).items():
         found.setdefault(name, number)
     return found
 

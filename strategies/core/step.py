@@ -13,6 +13,7 @@ import numpy as np
 
 from collectives import Communicator, PeerLostError
 from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE, Instruments
+from popdist.records.recording import OBSTACLE_TO_JOINS, note_obstacle
 from strategies.core.agreement import broadcast_text
 from strategies.core.carrier import Carrier
 from strategies.core.digest import majority_of
@@ -186,6 +187,7 @@ class StepLoop(Generic[State, Pending]):
         if self.scaling is not None and scale is not None:
             scale = arrived.scale_after(self.scaling, scale, arrived.is_finite) if arrived.is_weighted else scale.kept()
         settings = self._members.distributions
+        self._seen = None
         if settings is not None:
             layers = partial(self._engine.layers, state, pending, arrived)
             self._seen = look(settings, state.step, layers, self._members)
@@ -322,7 +324,7 @@ class StepLoop(Generic[State, Pending]):
         """Return what sinks get beside the metrics of steps: learning rates, and the last look at their layers."""
         rates, seen = self._engine.learning_rates(state, steps), self._seen
         reads = [] if rates is None else [rates]
-        if seen is None or seen.step != state.step:  # another instance has completed the step, or nothing was due
+        if seen is None or seen.step != state.step:  # nothing was due
             return Beside(reads)
         return Beside([*reads, seen.read], seen.distributions)
 
@@ -371,9 +373,11 @@ class StepLoop(Generic[State, Pending]):
 
         recorded = Recorded[State]("start of a training", lambda state: partial(int, state.step), replayed)
         self.carrier.first = local
-        part = self._rules.own_part
-        if part and not self._engine.has_copies():
-            warn_of_loss(self._members, f"every instance has a part of the state that no other has ({part})")
+        if self._rules.own_part and self._engine.can_keep_copies:
+            note_obstacle(self.carrier.obstacle, OBSTACLE_TO_JOINS)
+        elif self._rules.own_part:
+            warn_of_loss(self._members, self.carrier.obstacle)
+        if self._rules.own_part and not self._engine.has_copies():
             state = self._members.journal.perform(recorded, begun, survives=False)
         else:
             state = together(self._members, begun, share or self._share, local, recorded)
@@ -419,13 +423,15 @@ class StepLoop(Generic[State, Pending]):
             self._latest = self._engine.fitted(self._latest)
 
     def _share(self, state: State, root: int) -> State:
-        """Return the state of rank `root`, and take over its metrics and notice. Collective.
+        """Return the state of rank `root`, and take over its metrics, notice and look at layers. Collective.
 
         Raises:
             UnappliedStepError: The step of that rank has raised it.
         """
         own, state = self.metrics, self.carrier.read(state)
-        text = json.dumps(None if own is None else [own.names, np.asarray(own.means).tolist(), self.notice.is_agreed])
+        seen = None if self._seen is None else self._seen.told
+        numbers = None if own is None else np.asarray(own.means).tolist()
+        text = json.dumps(None if own is None else [own.names, numbers, self.notice.is_agreed, seen])
         told = json.loads(broadcast_text(self._members.communicator, text, root, _TOLD))
         if isinstance(told, dict):
             raise _Unapplied(**told).error
@@ -433,6 +439,7 @@ class StepLoop(Generic[State, Pending]):
         if told is not None:
             self.metrics = Metrics(tuple(told[0]), np.array(told[1], np.float32))
             self.notice.agree(float(told[2]))
+            self._seen = None if told[3] is None else LayerLook.heard(told[3])
         return state
 
     def _share_refusal(self, told: _Unapplied, root: int) -> None:
@@ -448,7 +455,7 @@ class StepLoop(Generic[State, Pending]):
             metrics: The metrics of the last step.
             tails: The metrics of each step.
         """
-        self.metrics = metrics
+        self.metrics, self._seen = metrics, None
         self.notice.agree(self.notice.is_given)
         rows, beside = partial(self._rules.rows_of, batches[0]), partial(self._beside, state, len(batches))
         tell_end(self._members, self._members.instruments, rows, 1, metrics, state.step, beside, tails)

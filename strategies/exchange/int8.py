@@ -142,7 +142,12 @@ NUMPY = ArrayLibrary(np, _padded, _write, tuple)
 
 
 def encode(
-    layout: Int8Layout, leaves: Sequence[Leaf], residuals: Sequence[Leaf], into: Leaf, library: ArrayLibrary
+    layout: Int8Layout,
+    leaves: Sequence[Leaf],
+    residuals: Sequence[Leaf],
+    into: Leaf,
+    library: ArrayLibrary,
+    weight: Leaf | None = None,
 ) -> tuple[Leaf, tuple[Leaf, ...]]:
     """Return one replica's payload and its quantisation error.
 
@@ -157,17 +162,24 @@ def encode(
             first step. Not changed.
         into: int8 of shape `(payload_size,)`, whose memory the payload may take; all of its values are replaced.
         library: Library that made the arrays.
+        weight: Scalar that has multiplied the gradients, the weight of this replica's loss; None without one. Residuals
+            are not multiplied: the error of a step with large weights would drown the gradients of one with small
+            weights. With weight 0 the residuals stay.
 
     Returns:
         The payload, and the new residuals.
     """
     kept = []
     with np.errstate(all="ignore"):  # infinity and NaN are results
-        for leaf, residual, start in zip(library.apart(leaves), residuals, layout.starts, strict=False):
+        own = residuals if weight is None else library.apart([residual * weight for residual in residuals])
+        for leaf, residual, start in zip(library.apart(leaves), own, layout.starts, strict=False):
             values, scales, lost = _quantise(leaf, residual, library)
             into = library.write(into, values, start * BLOCK)
             into = library.write(into, scales, layout.result_size + start)
             kept.append(lost)
+        if weight is not None:
+            where = library.functions.where
+            kept = [where(weight > 0, lost / weight, old) for lost, old in zip(kept, residuals, strict=True)]
     return into, tuple(kept)
 
 

@@ -120,6 +120,8 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         of_layers: The layers of a step, for sinks of metrics.
     """
 
+    can_keep_copies = True
+
     def __init__(
         self,
         replicas: Replicas,
@@ -151,15 +153,19 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         state = self._programs.unchanging(state)
         if isinstance(step, DeviceStep):
             return self._begun_on_device(step, state, batch, notice)
-        may_fuse = self.may_fuse and not step.program.places.is_weighted and self._replicas.distributions is None
+        may_fuse = self.may_fuse and not step.program.places.is_weighted and not self._are_looked_at(state.step)
         made = self._fused.made(step, state, [batch], self._in_parts) if may_fuse else None
         if made is not None:
             return FusedPending(step.program.names, made[1], notice, made[0])
         return self._begun(step, state, batch, control_of(state, notice))
 
+    def _are_looked_at(self, first: int, count: int = 1) -> bool:
+        """Return whether norms or histograms are due in one of `count` steps, of which `first` is the first one."""
+        settings = self._replicas.distributions
+        return settings is not None and any(map(settings.are_due, range(first, first + count)))
+
     def _begun_on_device(self, step: DeviceStep, state: TrainState, batch: Batch, notice: bool) -> JaxPendings:
-        is_looked_at = self._replicas.distributions is not None
-        may_fuse = self.may_fuse and not step.program.places.is_weighted and not is_looked_at
+        may_fuse = self.may_fuse and not step.program.places.is_weighted and not self._are_looked_at(state.step)
         if may_fuse and not self._replicas.devices.is_cpu:
             made = self._fused.on_device(step, state, batch)
             if made is not None:
@@ -315,7 +321,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         Returns:
             The state and the metrics after the last step, and the metrics of each step.
         """
-        if len(batches) == 1 or self._replicas.distributions is not None:
+        if len(batches) == 1 or self._are_looked_at(state.step, len(batches)):
             return None
         step, *others = [self._programs.prepare(state, batch) for batch in batches]
         if isinstance(step, DeviceStep) or any(other is not step for other in others):

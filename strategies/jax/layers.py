@@ -34,7 +34,7 @@ class JaxLayers:
         options: Options of the step.
 
     Attributes:
-        variable_names: Names of the trained variables; None for their paths in the pytree.
+        variable_names: Names of the trained variables in the order of the pytree; None for their paths in it.
     """
 
     def __init__(self, replicas: Replicas, programs: StepPrograms, options: StepOptions) -> None:
@@ -42,7 +42,7 @@ class JaxLayers:
         self._replicas = replicas
         self._programs = programs
         self._options = options
-        self._known: tuple[jax.tree_util.PyTreeDef, tuple[str, ...]] | None = None
+        self._known: tuple[object, tuple[str, ...]] | None = None  # the names, and what they were made of
 
     def of(self, state: TrainState, program: ReplicaProgram, tail: UnreadArray, arrived: Arrived) -> Layers:
         """Return the layers of a step whose exchange has arrived.
@@ -54,9 +54,10 @@ class JaxLayers:
             arrived: Results of the exchange.
         """
         paths, structure = jax.tree_util.tree_flatten_with_path(self._programs.trained(state.variables))
-        if self._known is None or self._known[0] != structure:
+        chosen = None if self.variable_names is None else tuple(self.variable_names)
+        if self._known is None or self._known[0] != (structure, chosen):
             of_paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
-            self._known = structure, layer_names(self.variable_names or of_paths)
+            self._known = (structure, chosen), layer_names(_named(of_paths, chosen))
         names, variables = self._known[1], [leaf for _, leaf in paths]
         means, shards = arrived.gradients()
 
@@ -85,6 +86,16 @@ class JaxLayers:
     @cached_property
     def _norms(self) -> jax.stages.Wrapped:
         return jit(lambda leaves: jnp.stack([_norm(leaf.astype(jnp.float32)) for leaf in leaves]))
+
+
+def _named(paths: Sequence[str], chosen: tuple[str, ...] | None) -> Sequence[str]:
+    """Return the chosen names of variables, or else their paths; raise if their number is wrong."""
+    if chosen is not None and len(chosen) != len(paths):
+        raise ValueError(
+            f"variable_names has {len(chosen)} names, but {len(paths)} variables are trained: {', '.join(paths)}; "
+            "give each of them a name, in this order"
+        )
+    return paths if chosen is None else chosen
 
 
 def _norm(leaf: jax.Array) -> jax.Array:

@@ -260,8 +260,8 @@ class _RecordFile:
         asked, found = questions(), obstacles()
         for each in asked[self._questions_written :]:
             self.write({"kind": recording.QUESTION, **asdict(each)})
-        for reason in found[self._obstacles_written :]:
-            self.write({"kind": recording.OBSTACLE, "reason": reason})
+        for kind, reason in found[self._obstacles_written :]:
+            self.write({"kind": kind, "reason": reason})
         self._questions_written, self._obstacles_written = len(asked), len(found)
 
     def next_training(self) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 
 import numpy as np
+
+from strategies.typing import Tree
 
 BINS = 64
 """The number of bins of a histogram, as Weights & Biases has by default."""
@@ -68,6 +70,16 @@ class Distribution:
                 float16_zero=np.count_nonzero(is_zero) / max(flat.size, 1),
                 float16_inf=np.count_nonzero(is_infinite) / max(flat.size, 1),
             )
+
+    @property
+    def told(self) -> dict[str, object]:
+        """The distribution as values of JSON, for another instance."""
+        return {**asdict(self), "counts": self.counts.tolist(), "edges": self.edges.tolist()}
+
+    @classmethod
+    def heard(cls, told: Tree) -> Distribution:
+        """Return a distribution from `told`, with the same bits."""
+        return cls(**{**told, "counts": np.array(told["counts"], np.int64), "edges": np.array(told["edges"])})
 
     @property
     def size(self) -> int:

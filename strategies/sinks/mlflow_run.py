@@ -8,6 +8,7 @@ from typing import Any, final
 
 from typing_extensions import override
 
+from popdist.records.distribution_settings import GRADIENT_NORM, WEIGHT_NORM
 from strategies.sinks.sink import Row, Sink
 
 EXPERIMENT_VARIABLE = "MLFLOW_EXPERIMENT_NAME"
@@ -21,7 +22,8 @@ class MlflowRun(Sink):
     """A run in an MLflow experiment.
 
     If steps are made again, their values are added behind the earlier ones, because MLflow cannot replace values.
-    Of a distribution it gets the quantiles and the other numbers.
+    Of a distribution it gets the quantiles and the other numbers. The norms of layers have the plural as their folder,
+    `gradient_norms/LAYER`: in a folder of MLflow, `gradient_norm` is a file.
 
     Args:
         uri: URI of the tracking server or its folder; empty: chosen by MLflow's own variables.
@@ -57,7 +59,7 @@ class MlflowRun(Sink):
         from mlflow.entities import Metric
 
         metrics = (
-            Metric(name, number, int(1000 * row.time_s), row.step)
+            Metric(_path_of(name), number, int(1000 * row.time_s), row.step)
             for row in rows
             for name, number in row.all_values.items()
         )
@@ -75,3 +77,9 @@ class MlflowRun(Sink):
             return ""
         runs = self._client.search_runs([experiment], f"tags.`{_TAG}` = '{self._run}'", max_results=1)
         return runs[0].info.run_id if runs else ""
+
+
+def _path_of(name: str) -> str:
+    """Return the name of a number in MLflow."""
+    kind, slash, layer = name.partition("/")
+    return f"{kind}s/{layer}" if slash and kind in (GRADIENT_NORM, WEIGHT_NORM) else name

@@ -75,8 +75,10 @@ class Row:
         return {**self.values, **{name: number for name, number in found.items() if name not in self.values}}
 
     def without_distributions(self) -> Row:
-        """Return a row with the same numbers, but without distributions."""
-        return Row(self.step, lambda: self.values, self.time_s, self.samples, self.is_training)
+        """Return a row with the same numbers, but without distributions, which it does not keep alive."""
+        values = self._values
+        read = self._read or (lambda: values)
+        return Row(self.step, read, self.time_s, self.samples, self.is_training)
 
 
 class Sink(ABC):

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self, final
 
+from popdist.records.distribution_settings import DistributionSettings
 from popdist.records.watched import Waits
 from strategies.sinks.distribution import Distribution
 from strategies.sinks.sink import NO_DISTRIBUTIONS, Reading, Row, Sink, is_scalar, reading_of
@@ -62,12 +63,16 @@ class Sinks:
     The other instances keep the last rows. If the first instance is lost, the next one continues with its rows, so that
     no step is lost and none is written twice.
 
+    Attributes:
+        looks: The norms and histograms that were asked for with these sinks; None for none.
+
     Raises:
         ValueError: A sink cannot be opened on the instance that writes, at the first start of the job. After a restart
             that is only a warning.
     """
 
     def __init__(self, sinks: Sequence[Sink], job: JobFacts) -> None:
+        self.looks: DistributionSettings | None = None
         self._sinks = sinks
         self._job = job
         self._kept: deque[Row] = deque(maxlen=MOST)  # while another instance writes

@@ -22,7 +22,7 @@ from strategies.torch.pass_weights import Weighing
 _STARTS = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 
 
-class Model(Protocol):
+class ExchangingModel(Protocol):
     """A model whose gradients are exchanged. `BackwardPasses` calls its methods in the order below.
 
     `backward()` raises the first error of a method, and no further model is concluded, except after a `WeightError`.
@@ -32,9 +32,11 @@ class Model(Protocol):
     def parameters(self) -> Sequence[torch.nn.Parameter]:
         """The parameters of the model."""
 
-    @property
-    def has_left_gradients(self) -> bool:
-        """Whether gradients of an earlier step are left, and this step has had no backward pass yet."""
+    def look_before(self) -> None:
+        """Look at the gradients before a backward pass with a weight, which may go through the model or not."""
+
+    def look_after(self) -> None:
+        """Look at the gradients after a backward pass with a weight."""
 
     def reduce(self, bucket: int) -> None:
         """Exchange one bucket. Called in the exchange thread, or while that thread is idle. Collective."""
@@ -58,7 +60,7 @@ class ModelPass:
         begun: The exchanges that have begun.
     """
 
-    def __init__(self, model: Model, plan: TorchGradientPlan | None, tasks: set[int]) -> None:
+    def __init__(self, model: ExchangingModel, plan: TorchGradientPlan | None, tasks: set[int]) -> None:
         self.model, self.tasks = model, tasks
         self.came: set[int] = set()
         self.taken: set[int] = set()
@@ -100,7 +102,7 @@ class BackwardPass:
     def __init__(self, task: int) -> None:
         self.tasks = {task}
         self.passes: list[ModelPass] = []
-        self.reached: list[Model] = []
+        self.reached: list[ExchangingModel] = []
 
 
 class BackwardPasses:
@@ -113,14 +115,12 @@ class BackwardPasses:
         models: The number of models that have shared the communicator so far.
         members: The models that share it now.
         weighing: The weight of the backward pass that runs.
-        left: The models that had gradients of an earlier step when this pass began, if it has a weight.
     """
 
     def __init__(self) -> None:
         self.models = 0
-        self.members: WeakSet[Model] = WeakSet()
+        self.members: WeakSet[ExchangingModel] = WeakSet()
         self.weighing = Weighing()
-        self.left: Sequence[Model] = ()
         self._exchanges = ThreadPoolExecutor(1, "gradients")  # one thread: collective calls keep their order
         self._running: BackwardPass | None = None
 
@@ -160,10 +160,14 @@ class BackwardPasses:
             keeps_graph: Whether the graph stays for another pass.
             zeroes: Whether gradients become zeros, even those that are not finite.
         """
-        self.left = [model for model in self.members if model.has_left_gradients]
-        parameters = [one for model in self.members for one in model.parameters] if zeroes else []
+        models = list(self.members)
+        for model in models:
+            model.look_before()
+        parameters = [one for model in models for one in model.parameters] if zeroes else []
         with self.weighing.of(weight, parameters):
             weighted_loss(loss, weight).backward(retain_graph=keeps_graph)
+        for model in models:
+            model.look_after()
 
     def begin_ready(self) -> None:
         """Begin the exchanges that are ready, in the same order on all instances."""

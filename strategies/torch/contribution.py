@@ -135,8 +135,10 @@ class Contribution:
             if key not in self._locks or self._locks[key][0] is not array:
                 self._locks[key] = array, lock_pages([array], device.index)
 
-    def encode(self, gradients: Sequence[torch.Tensor | None], residuals: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """Take all gradients as int8, and return the new residuals.
+    def encode(
+        self, gradients: Sequence[torch.Tensor | None], residuals: Sequence[np.ndarray], weight: float | None = None
+    ) -> Sequence[np.ndarray]:
+        """Take all gradients as int8, and return the new residuals; see `strategies.exchange.int8.encode`.
 
         Raises:
             StrategyError: If a gradient is sparse.
@@ -150,7 +152,8 @@ class Contribution:
             for parameter, gradient in zip(self._plan.parameters, gradients, strict=True)
         ]
         payload = self._memory(0, len(self._plan.layouts[0].buffers) - 1)
-        return encode(quantised, found, residuals, payload, NUMPY)[1]
+        of_loss = None if weight is None else np.float32(weight)
+        return encode(quantised, found, residuals, payload, NUMPY, of_loss)[1]
 
     def set_tail(
         self,

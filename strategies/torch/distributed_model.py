@@ -189,23 +189,23 @@ class DistributedModel(torch.nn.Module):
         Raises:
             TypeError: If the loss or the weight is no scalar.
             ValueError: If there is no weight, or gradients travel as float16.
-            StrategyError: If some backward passes of a step have no weight, or gradients of an earlier step are left.
+            StrategyError: If some backward passes of a step have no weight, gradients of an earlier step are left, or
+                the program has changed gradients since the last pass of this step.
             WeightError: On all instances, if a weight is negative or not finite.
             ZeroWeightError: On all instances, if all weights are 0. Gradients are 0 then, and buffers have changed.
         """
         refuse_to_be_compiled()
         require_switches(retain_graph=retain_graph)
         refuse_losses(loss)
-        stated = self._averaging.loop.weights.stated
-        given = [*stated] if weight is None else [weight]
+        given = self._averaging.loop.weights.taken() if weight is None else [weight]
         found = one_of(given, "give the weight: model.weighted_backward(loss, weight)")
         if found is None:
             raise ValueError(
                 "the loss has no weight; give it, as in model.weighted_backward(loss, tokens), or let the module state "
-                "it with strategies.torch.loss_weight"
+                "it with strategies.torch.loss_weight, in training mode"
             )
         number = number_of(found)
-        stated.clear()
+        self._averaging.loop.weights.stated.clear()
         self._averaging.weighted_backward(loss, number, retain_graph)
 
     def forward(self, *arguments: Tree, **named: Tree) -> Tree:

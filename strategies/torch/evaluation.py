@@ -13,6 +13,7 @@ from typing_extensions import override
 
 import strategies.trees as trees
 from strategies.core.agreement import insist_on_agreement
+from strategies.core.evaluation import ReadAsValue
 from strategies.core.rows import Begun, EvaluationTask, Told, padded
 from strategies.data.sources import Masked
 from strategies.errors import StrategyError
@@ -28,7 +29,41 @@ from strategies.torch.replica_run import LossFunction
 from strategies.torch.tensors import as_array, dtype_of, parts_of, tensors_of
 from strategies.torch.training import TorchTraining
 from strategies.trees import ShapeOfArray
-from strategies.typing import Batch, Metric, Number, Tree
+from strategies.typing import Batch, Metric, Number, Numbers, Tree
+
+
+@partial(trees.register_dataclass, data_fields=["total", "count", "is_weighted"], meta_fields=[])
+@dataclass(frozen=True)
+class MeanOfLosses(ReadAsValue):
+    """A mean over rows, or over the weights of losses, which is merged exactly with others of its kind.
+
+    Attributes:
+        total: The sum of the values times their weights, float64.
+        count: The number of rows, or the sum of their weights, float64.
+        is_weighted: Whether `count` is a sum of weights, bool.
+    """
+
+    total: np.ndarray
+    count: np.ndarray
+    is_weighted: np.ndarray
+
+    def merge(self, other: MeanOfLosses) -> MeanOfLosses:
+        """Return the mean over all rows of both means.
+
+        Raises:
+            StrategyError: If the losses of only one of them have weights.
+        """
+        if self.is_weighted != other.is_weighted:
+            raise StrategyError(
+                "the loss of some rows has a weight, and that of others has none; give all of them weights, the "
+                "number of rows for example"
+            )
+        return MeanOfLosses(self.total + other.total, self.count + other.count, self.is_weighted)
+
+    @property
+    @override
+    def value(self) -> Numbers:
+        return Mean(self.total, self.count).value
 
 
 @dataclass(frozen=True)
@@ -58,12 +93,14 @@ class MeansOfRows(EvaluationTask):
 
     @override
     def told(self, computed: Mapping[str, Number], mask: np.ndarray) -> Tree:
-        """Return a `Mean` for each name."""
+        """Return a `MeanOfLosses` for each name."""
         count = int(mask.sum())
         weight = float(computed.get(WEIGHT, count)) if count else 0.0
         totals = {name: weighted_value(float(value), weight) for name, value in computed.items() if name != WEIGHT}
-        of_rows = np.asarray(weight, np.float64)
-        return {name: Mean(np.asarray(total, np.float64), of_rows) for name, total in totals.items()}
+        of_rows, is_weighted = np.asarray(weight, np.float64), np.asarray(WEIGHT in computed)
+        return {
+            name: MeanOfLosses(np.asarray(total, np.float64), of_rows, is_weighted) for name, total in totals.items()
+        }
 
     @override
     def sums_of_weights(self, merged: Mapping[str, Metric]) -> Sequence[Number]:
@@ -140,7 +177,6 @@ class TorchRows:
         self._task: EvaluationTask | None = None
         self._of: range | None = None
         self._inference: InferenceReplicas | None = None
-        self._is_weighted: bool | None = None  # whether the losses of this task have weights
 
     def tell(self, task: EvaluationTask, state: TorchTraining, batch: Masked) -> Begun:
         """Begin a task for a batch, as `Engine.tell` does. The work is done in `Begun.wait`."""
@@ -175,26 +211,13 @@ class TorchRows:
         except BaseException:
             self.close()  # waits for the replicas that have not failed
             raise
-        self._refuse_mixed_weights(computed)
         return [told_rows(task.told(one, mask), mask) for one, mask in zip(computed, masks, strict=True)]
-
-    def _refuse_mixed_weights(self, computed: Sequence[Tree]) -> None:
-        """Raise if only some of the losses of a task have weights."""
-        for one in computed:
-            has_weight = isinstance(one, Mapping) and WEIGHT in one
-            if self._is_weighted not in (None, has_weight):
-                raise StrategyError(
-                    "the loss of some rows has a weight, and that of others has none; give all of them weights, the "
-                    "number of rows for example"
-                )
-            self._is_weighted = has_weight
 
     def _replicas_for(self, task: EvaluationTask, state: TorchTraining) -> InferenceReplicas:
         """Return the local replicas for a task. If an instance is lost, they can change."""
         local = self._replicas.local_replicas
         if self._inference is None or self._task is not task or self._of != local:
             self.close()
-            self._is_weighted = self._is_weighted if self._task is task else None
             self._task, self._of = task, local
             state.buffers.follow()
             memory, own = state.memory_of_replicas, state.buffers.written

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass, replace
+from collections.abc import Container, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
-from torch.autograd.graph import Node
-from torch.utils.hooks import RemovableHandle
 
-from strategies.core.agreement import insist_on_agreement
-from strategies.core.digest import insist_on_same_bits
-from strategies.core.gathering import replicas_where
 from strategies.core.journal import Recorded
 from strategies.core.survival import together, warn_of_loss
 from strategies.errors import StrategyError
-from strategies.jax.comparing.digest import digest_of, host_arrays
 from strategies.jax.replicas.replicas import Replicas
-from strategies.torch.agreement import settings_differ, word_of
 from strategies.torch.backward_passes import ModelPass, passes_over
 from strategies.torch.contribution import refuse_to_come_twice
 from strategies.torch.gradient_exchange import (
@@ -29,19 +21,22 @@ from strategies.torch.gradient_exchange import (
     TorchGradientPlan,
     refuse_gradients_of_some,
 )
+from strategies.torch.gradient_hooks import GradientHooks
+from strategies.torch.local_gradients import LocalGradients
+from strategies.torch.loop_agreement import LoopAgreement
+from strategies.torch.loop_buffers import LoopBuffers
 from strategies.torch.loop_exchange import HostLoopExchange, LoopExchange, Told
 from strategies.torch.loop_means import LoopMeans, Turn, received_means, refuse_spares
-from strategies.torch.loop_state import LoopState, agree_on_losses
+from strategies.torch.loop_state import LoopState, agree_on_losses, refuse_open_sums
 from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.module_parts import ModuleWatch, Slot
 from strategies.torch.on_device.device_loop_exchange import DeviceLoopExchange
 from strategies.torch.on_device.paths import path_of_loops
 from strategies.torch.options import TorchOptions
 from strategies.torch.outcomes import refuse_where_replicas_meet
-from strategies.torch.parameter_writes import ForwardWatch
-from strategies.torch.pass_weights import divide, quotient, refuse_without_mean
+from strategies.torch.pass_weights import divide_by_weight, quotient, refuse_lacking, refuse_without_mean
 from strategies.torch.sync_batch_norm import seat_in_loop, sync_layers_of
-from strategies.torch.tensors import have_same_bits, host_array
+from strategies.torch.tensors import dtype_of, tensors_in
 from strategies.torch.training import received_tensors, refuse_modules, take_over
 from strategies.torch.updates import refuse_float16
 from strategies.typing import Tree
@@ -49,10 +44,6 @@ from strategies.typing import Tree
 _NAMES = ("active", "changed", "loss", "weight", "weighted")
 """The numbers that travel with gradients: whether the replica is still in its loop, whether it needs a new plan, its
 loss if it is known, the weight of its losses, and whether they have weights."""
-
-_GRAD, _CALL = "torch.autograd.grad", "torch.func.functional_call"  # functions that a warning is about
-
-_MOST = 3  # parameters named in that warning
 
 
 class GradientAveraging:
@@ -79,15 +70,13 @@ class GradientAveraging:
         self._streams = options.streams_over(replicas)
         self._meet_the_others()
         self._watch = ModuleWatch(module)
-        self._hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
-        weakref.finalize(self, _remove, self._hooks)
+        self._agreement = LoopAgreement(module, self._watch, replicas, options)
+        self._hooks = GradientHooks(self.arrived)
+        self._local = LocalGradients()
         self._pass: ModelPass | None = None
         self._is_behind = False  # whether the module has changed, so that a new plan is needed
         self._has_warned = False  # whether it has warned that a lost instance ends the job
-        self._warned: set[str] = set()  # the functions of PyTorch for which a warning was given
-        self._writes_before = 0  # the count of writes when parameters were last compared
         self._title = ""
-        self._nodes: dict[str, Node] = {}  # autograd's nodes that add to gradients of parameters
         self.named: list[tuple[str, torch.nn.Parameter]] = []
         self._numbers: dict[int, int] = {}
         self.known: set[int] = set()
@@ -95,9 +84,10 @@ class GradientAveraging:
         self._leaves_early = False  # whether gradients are exchanged while backward passes run
         own, count = replicas.local_replicas.start, replicas.num_replicas_in_sync
         self.buffers = ModelBuffers(module, options.model_state_aggregation, count, own)
-        self._keep_masters({})
-        self.writes = ForwardWatch(module, self.buffers.declared)
-        self._add_hooks()
+        self._changes = LoopBuffers(module, self.buffers)
+        self.writes = self._changes.writes
+        self._hooks.follow(self._watch.named)
+        weakref.finalize(self, refuse_open_sums(self._hooks, loop.weights))
         if not self.is_alone:
             weakref.finalize(self, agree_on_losses(self.averages, replicas, loop.weights))
 
@@ -155,8 +145,8 @@ class GradientAveraging:
         named = [*self._module.named_parameters(), *self._module.named_buffers()]
         take_over(named, received_tensors(named, self._replicas.communicator, root))
         self.known = {id(one) for _, one in self._watch.named}
-        self._keep_masters({})
-        self._writes_before = self._watch.writes
+        self._changes.begin_with({})
+        self._agreement.have_same_bits()
 
     def join_once(self) -> bool:
         """Take part in a backward pass of the other instances. Return True if no instance was in a backward pass."""
@@ -174,12 +164,8 @@ class GradientAveraging:
     def _follow_module(self) -> None:
         """Find the parameters and buffers that the module has now."""
         self._watch.look()
-        self._add_hooks()
-        known = {slot.name for slot in self.buffers.slots}
-        self.buffers.follow()
-        self._keep_masters(self._masters)
-        slots = enumerate(self.buffers.slots)
-        self.buffers.moving |= {number for number, slot in slots if slot.name not in known and not slot.is_parameter}
+        self._hooks.follow(self._watch.named)
+        self._changes.follow()
 
     @property
     def device(self) -> torch.device:
@@ -198,23 +184,16 @@ class GradientAveraging:
 
     def _insist_on_agreement(self, new: Sequence[torch.Tensor]) -> None:
         """Compare the averaged parameters, and the values of new ones, with the other instances. Collective."""
-        digests = {id(one): f", digest {digest_of(host_array(one))[0]:x}" for one in new}
-        terms = {name: f"{_described(one)}{digests.get(id(one), '')}" for name, one in self._watch.named}
-        buffers = {slot.name: f"buffer {slot.tensor.dtype}" for slot in self.buffers.slots}
-        seed, dtype, steps = self._options.seed, self._options.transfer.dtype, self._options.verify_steps
-        options = {"seed": str(seed), "gradient_transfer_dtype": str(dtype), "verify_steps": str(steps)}
-        insist_on_agreement(self._replicas, [options, terms, buffers])
+        self._agreement.insist_on_same_parts(self.buffers.slots, new)
         self.known = {id(one) for _, one in self._watch.named}
 
     def _make_plan(self) -> None:
         self._entitle()
         self.named = self._trained
         self._numbers = {id(one): number for number, (_, one) in enumerate(self.named)}
-        self._nodes = {
-            name: torch.autograd.graph.get_gradient_edge(one).node for name, one in self.named if one.requires_grad
-        }
+        self._local.follow(self.named)
         self._is_behind = False
-        self._writes_before = self._watch.writes
+        self._agreement.have_same_bits()
         parameters = tuple(Parameter.of(*one) for one in self.named)
         self._exchange = self._exchange_of(parameters)
         self._leaves_early = self._exchange.plan.is_cut and not self.is_alone
@@ -242,11 +221,6 @@ class GradientAveraging:
     def _plan(self) -> TorchGradientPlan | None:
         return None if self._exchange is None else self._exchange.plan
 
-    def _keep_masters(self, known: Mapping[str, torch.Tensor]) -> None:
-        """Copy the buffers, to find changes later: the `known` value of a buffer, or else its present value."""
-        buffers = [slot for slot in self.buffers.slots if not slot.is_parameter]
-        self._masters = {slot.name: known.get(slot.name, slot.tensor.detach()).clone() for slot in buffers}
-
     # ---- forward passes
 
     def follow(self) -> bool:
@@ -256,13 +230,9 @@ class GradientAveraging:
         elif is_own := not self._watch.is_swapped:
             self._watch.look()
             self._is_behind = True
-            self._add_hooks()
-        else:
-            self._warn(
-                _CALL,
-                f"other tensors replace the parameters of a DistributedModel, as in {_CALL}; their gradients are not "
-                "averaged: they are the gradients of this instance alone",
-            )
+            self._hooks.follow(self._watch.named)
+        elif not self.is_alone:
+            self._local.warn_of_others()
         if torch._C._current_graph_task_id() < 0:
             self.passes.settle()  # an earlier backward pass may have failed half-way
         return is_own
@@ -270,29 +240,16 @@ class GradientAveraging:
     def watch(self, outputs: Tree) -> None:
         """Register hooks that report backward passes through the module's outputs."""
         reached = None
-        for node in {tensor.grad_fn for tensor in _tensors(outputs)}:
+        for node in {tensor.grad_fn for tensor in tensors_in(outputs)}:
             if node is not None:
                 reached = reached or partial(_reached, self)
                 node.register_prehook(reached)
-
-    def _add_hooks(self) -> None:
-        own = {id(one) for _, one in self._watch.named}
-        for gone in self._hooks.keys() - own:
-            self._hooks.pop(gone)[1].remove()
-        told = partial(_tell, weakref.ref(self))
-        for _, one in self._watch.named:
-            if id(one) in self._hooks or not one.is_leaf or not one.is_floating_point():
-                continue
-            is_trained = one.requires_grad
-            one.requires_grad_(True)  # PyTorch refuses hooks on frozen parameters, which may be thawed later
-            self._hooks[id(one)] = one, one.register_post_accumulate_grad_hook(told)
-            one.requires_grad_(is_trained)
 
     # ---- a backward pass
 
     def arrived(self, parameter: torch.Tensor) -> None:
         """Handle a complete gradient. Called by autograd."""
-        self._count_pass()
+        self.loop.weights.count(self.passes.weighing.now)
         if not self.loop.syncs:
             self.loop.carry(parameter)
             return
@@ -310,12 +267,13 @@ class GradientAveraging:
             self._take(model_pass, number, parameter.grad)
             self.passes.begin_ready()
 
-    @property
-    def has_left_gradients(self) -> bool:
-        """Whether gradients of an earlier step are left, and this step has had no backward pass yet."""
-        return not self.loop.weights.has_passes and any(
-            one.grad is not None and bool(one.grad.any()) for one in self.parameters
-        )
+    def look_before(self) -> None:
+        """Look at the gradients before a weighted backward pass."""
+        self.loop.weights.look_before(self._watch.named)
+
+    def look_after(self) -> None:
+        """Look at the gradients after a weighted backward pass."""
+        self.loop.weights.look_after(self._watch.named)
 
     def weighted_backward(self, loss: torch.Tensor, weight: float, keeps_graph: bool = False) -> None:
         """Run the backward pass of a loss with a weight, given as it travels.
@@ -328,16 +286,6 @@ class GradientAveraging:
             refuse_where_replicas_meet(loss, weight, False)
         self.passes.weighted_backward(loss, weight, keeps_graph, zeroes=weight == 0 and not meets)
 
-    def _count_pass(self) -> None:
-        weights, given = self.loop.weights, self.passes.weighing.now
-        if given is not None and not weights.has_passes and any(model is self for model in self.passes.left):
-            raise StrategyError(
-                "gradients of an earlier step are left, to which a weighted mean cannot be added; call "
-                "optimizer.zero_grad() before model.weighted_backward, and use no_sync for all micro-batches but the "
-                "last"
-            )
-        weights.count(given)
-
     def reached(self) -> None:
         """Handle a backward pass that reaches the outputs of the module. Called by autograd."""
         if self.loop.syncs:
@@ -347,7 +295,7 @@ class GradientAveraging:
 
     def averages(self, parameter: torch.Tensor) -> bool:
         """Return whether gradients of a parameter are averaged."""
-        return self.loop.syncs and id(parameter) in self._hooks
+        return self.loop.syncs and parameter in self._hooks
 
     def _enter(self) -> ModelPass:
         running = self.passes.enter()
@@ -391,7 +339,7 @@ class GradientAveraging:
         """Compare the module with the plan, and record whether a new plan is needed."""
         if self._watch.has_other_parts:
             self._watch.look()
-            unknown = [name for name, one in self._watch.named if id(one) not in self._hooks and one.requires_grad]
+            unknown = [name for name, one in self._watch.named if one not in self._hooks and one.requires_grad]
             if unknown:
                 raise StrategyError(
                     f"{unknown[0]} is new in the module, and its gradient was missed in a backward pass that "
@@ -455,7 +403,7 @@ class GradientAveraging:
         weight, step = self.loop.weights.total, self.loop.step
         if self.is_alone:
             came = model_pass.came | self.loop.carried
-            divide([one.grad for one in self.parameters if id(one) in came], weight)
+            self._divide_alone([one.grad for one in self.parameters if id(one) in came], weight)
         else:
             weight = self._finish(model_pass, is_active=True).weight
         last = self.loop.weights.total
@@ -491,17 +439,10 @@ class GradientAveraging:
         weight: float | None = None,
     ) -> Told:
         """Return the numbers that travel behind the gradients of a replica."""
-        changes = tuple(self._has_changed(number, slot) for number, slot in enumerate(slots))
+        changes = tuple(self._changes.has_changed(number, slot) for number, slot in enumerate(slots))
         flags = tuple(gradient is not None for gradient in gradients)
-        word = word_of(self.loop.step, self._watch.writes - self._writes_before) if self._options.verify_steps else 0
         numbers = is_active, self._is_behind, loss, weight or 0.0, weight is not None
-        return Told(numbers, word, flags, changes)
-
-    def _has_changed(self, number: int, slot: Slot) -> bool:
-        """Return whether forward passes have changed a buffer or a frozen parameter."""
-        if slot.is_parameter:
-            return slot.name in self.writes.frozen
-        return number in self.buffers.moving or not have_same_bits(slot.tensor, self._masters[slot.name])
+        return Told(numbers, self._agreement.word(self.loop.step), flags, changes)
 
     def _apply(
         self,
@@ -532,37 +473,31 @@ class GradientAveraging:
             ", and freeze it on all of them or on none",
         )
         if tail.metrics[4]:
-            tail = replace(tail, weight=self._mean_weight(tail, weights))
+            if tail.metrics[4] != active:
+                refuse_lacking(self._replicas, weights)
+            self._refuse_float16()
+            tail = replace(tail, weight=float(tail.metrics[3]))
         self._exchange.give(of_each[0])
-        divide(of_each[0], tail.weight)
+        divide_by_weight(of_each[0], tail.weight)
         values = self.buffers.agreed(tail.has_changed, slots, self._replicas)
         self.keep({number: value.to(self.device) for number, value in values.items()})
-        if active == 1 and (settings_differ(*tail.settings) or self._options.compares_bits(self.loop.step)):
-            state = {name: host_array(parameter) for name, parameter in self._module.named_parameters()}
-            insist_on_same_bits(self._replicas, host_arrays(state), self.loop.step)
-            self._writes_before = self._watch.writes  # bits are equal: unequal write counts do no harm
+        if active == 1:
+            self._agreement.compare_bits(self.loop.step, tail.settings)
         return tail, values
 
-    def _mean_weight(self, tail: Tail, weights: Sequence[float | None]) -> float:
-        """Return the mean weight of all replicas. Collective if only some of them have weights, which is refused."""
-        if tail.metrics[4] != tail.metrics[0]:
-            lacking = replicas_where(self._replicas, [one is None for one in weights], "who gives no weight")
-            raise StrategyError(
-                f"the losses of the replicas {lacking} have no weight, and those of the others have one; call "
-                "model.weighted_backward on all of them"
-            )
-        assert self._exchange is not None
-        for parameter in self._exchange.plan.parameters:
-            refuse_float16(parameter.name, self._options.transfer.dtype_of(parameter.dtype))
-        return float(tail.metrics[3])
+    def _divide_alone(self, gradients: Sequence[torch.Tensor | None], weight: float | None) -> None:
+        """Divide the gradients of the only replica by the mean weight of its losses, if they have any."""
+        if weight is not None:
+            self._refuse_float16()
+            divide_by_weight(gradients, weight)
+
+    def _refuse_float16(self) -> None:
+        for name, one in self._trained:
+            refuse_float16(name, self._options.transfer.dtype_of(dtype_of(one)))
 
     def keep(self, values: dict[int, torch.Tensor]) -> None:
         """Put the values on which all replicas have agreed into buffers and frozen parameters, by their numbers."""
-        self.buffers.keep(values)
-        for slot in map(self.buffers.slots.__getitem__, values):
-            if not slot.is_parameter:
-                self._masters[slot.name] = slot.tensor.detach().clone()
-        self.writes.frozen.clear()
+        self._changes.keep(values)
 
     # ---- several local replicas
 
@@ -572,7 +507,7 @@ class GradientAveraging:
         weights = [turn.weight for turn in turns]
         if self.is_alone:
             [turn], [weight] = turns, weights
-            divide((turn.gradients[number] for number in turn.came), weight)
+            self._divide_alone([turn.gradients[number] for number in turn.came], weight)
             return LoopMeans(quotient(turn.loss, weight), (), {}, weight)
         if self._exchange is None:
             self._plan_anew()
@@ -614,63 +549,9 @@ class GradientAveraging:
 
     def ended_without_gradients(self) -> None:
         """Warn, once, if the backward pass returned gradients of parameters instead of accumulating them."""
-        if self.is_alone or _GRAD in self._warned:
-            return
-        names = [name for name, node in self._nodes.items() if _is_returned(node)]
-        if names:
-            self._warn(
-                _GRAD,
-                f"{_GRAD} has returned gradients of {', '.join(names[:_MOST])} of a DistributedModel, which are "
-                "those of this instance alone; backward() averages the gradients that it adds to parameters",
-            )
-
-    def _warn(self, function: str, message: str) -> None:
-        """Warn the caller of a function of PyTorch, once."""
-        if not self.is_alone and function not in self._warned:
-            self._warned.add(function)
-            warnings.warn(message, UserWarning, stacklevel=6)
-
-
-def _tell(averaging: weakref.ref[GradientAveraging], parameter: torch.Tensor) -> None:
-    """Report a complete gradient, for autograd; the weak reference lets a dropped model be freed."""
-    if (found := averaging()) is not None:
-        found.arrived(parameter)
+        if not self.is_alone:
+            self._local.warn_if_returned()
 
 
 def _reached(averaging: GradientAveraging, gradients: object) -> None:
     averaging.reached()
-
-
-def _remove(hooks: Mapping[int, tuple[torch.Tensor, RemovableHandle]]) -> None:
-    for _, hook in hooks.values():
-        hook.remove()
-
-
-def _described(parameter: torch.Tensor) -> str:
-    where = "" if parameter.device.type == "cpu" else f" on {parameter.device.type}"
-    return f"{parameter.dtype}{list(parameter.shape)} {'trained' if parameter.requires_grad else 'frozen'}{where}"
-
-
-def _is_returned(node: Node) -> bool:
-    """Return whether the running backward pass returns the gradient of a node, as `autograd.grad` does.
-
-    PyTorch has no query for this, but raises an error for such a node.
-    """
-    try:
-        torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        return True
-    return False
-
-
-def _tensors(outputs: Tree) -> Iterator[torch.Tensor]:
-    if isinstance(outputs, torch.Tensor):
-        yield outputs
-    elif isinstance(outputs, Mapping):
-        for one in outputs.values():
-            yield from _tensors(one)
-    elif isinstance(outputs, list | tuple):
-        for one in outputs:
-            yield from _tensors(one)
-    elif is_dataclass(outputs) and not isinstance(outputs, type):
-        yield from _tensors(vars(outputs))

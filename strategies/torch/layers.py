@@ -39,6 +39,7 @@ def layers_of(
 
     def gathered(number: int, part: Leaf) -> np.ndarray:
         assert plan.shards is not None
+        part = on_host(part)
         whole = ShapeOfArray(tuple(variables[number].shape), part.dtype)
         return PartOfArray(part, whole, plan.shards, replicas).gather(f"the gradient of {names[number]}")
 

@@ -12,11 +12,9 @@ import torch
 from collectives import Communicator
 from strategies.errors import SpareError
 from strategies.torch.module_parts import Slot
+from strategies.torch.pass_weights import Named
 from strategies.torch.replica_memory import HOST
 from strategies.torch.tensors import as_array
-
-Named = Sequence[tuple[str, torch.nn.Parameter]]
-"""Parameters with their names."""
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from strategies.errors import StrategyError
 from strategies.jax.replicas.replicas import Replicas
+from strategies.torch.gradient_hooks import GradientHooks
 from strategies.torch.loop_randomness import MicroBatchRandomness
 from strategies.torch.optimizer_arrays import parameters_of
 from strategies.torch.outcomes import weighted_value
-from strategies.torch.pass_weights import PassWeights
+from strategies.torch.pass_weights import PassWeights, has_gradient
 from strategies.torch.randomness import seed_of
 
 Averages = Callable[[torch.Tensor], bool]
@@ -160,6 +161,36 @@ def agree_on_losses(averages: Averages, replicas: Replicas, weights: PassWeights
     hook = partial(_before_step, weakref.WeakMethod(averages), partial(_mean_loss, replicas=replicas, weights=weights))
     end: Callable[[], None] = register_optimizer_step_pre_hook(hook).remove
     return end
+
+
+def refuse_open_sums(hooks: GradientHooks, weights: PassWeights) -> Callable[[], None]:
+    """Make optimizers refuse gradients of a step with weights that goes on: they are sums, and no means yet.
+
+    Args:
+        hooks: The hooks on the model's parameters. Only a weak reference to them is kept.
+        weights: The weights of the losses.
+
+    Returns:
+        A function that ends this.
+    """
+    end: Callable[[], None] = register_optimizer_step_pre_hook(
+        partial(_refuse_sums, weakref.ref(hooks), weights)
+    ).remove
+    return end
+
+
+def _refuse_sums(
+    reference: weakref.ref[GradientHooks], weights: PassWeights, optimizer: torch.optim.Optimizer, *step: object
+) -> None:
+    hooks = reference()
+    if weights.total is None or hooks is None:
+        return
+    if any(one in hooks and has_gradient(one) for one in parameters_of(optimizer)):
+        raise StrategyError(
+            f"{type(optimizer).__name__} would use gradients that are sums of weighted gradients, and no means yet: "
+            "the last model.weighted_backward was inside no_sync, or it has failed; make the last pass of a step "
+            "outside of no_sync, or call optimizer.zero_grad() to begin the step again"
+        )
 
 
 def _before_step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -33,6 +34,13 @@ def loss_weight(weight: Number) -> None:
     Args:
         weight: A finite number of at least 0, or a tensor with one; see `strategies.Outcome`.
     """
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        warnings.warn(
+            "strategies.torch.loss_weight is no part of a traced or exported module, which states no weight and would "
+            "train without; train the module itself, or return the weight from the loss function, in an Outcome",
+            UserWarning,
+            stacklevel=2,
+        )
     if _stated.now is not None:
         _stated.now.append(weight)
 

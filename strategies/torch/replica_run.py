@@ -23,6 +23,7 @@ from strategies.torch.contribution import Contribution, refuse_to_come_twice
 from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.gradient_map import GradientMap, ParameterHooks
 from strategies.torch.meetings import ReplicaMeetings
+from strategies.torch.on_device.arithmetic import divide
 from strategies.torch.on_device.contribution import DeviceContribution, Told
 from strategies.torch.on_device.determinism import way_out_of_refusals
 from strategies.torch.options import TorchOptions
@@ -272,7 +273,7 @@ class TorchReplicaRun:
         self.weight, total = _mean_of(weights), values[0]
         for more in values[1:]:
             total = [one + other for one, other in zip(total, more, strict=True)]
-        self._end([value / count for value in total], turn)
+        self._end([_divided(value, count) for value in total], turn)
 
     def _values_of(self, outcome: Outcome) -> list[Told]:
         """Return the loss and the metrics, times the weight if there is one, and then the weight."""
@@ -417,7 +418,7 @@ class TorchReplicaRun:
         assert self.contribution is not None
         self._seen = [gradient is not None for gradient in gradients]
         if isinstance(self.contribution, Contribution) and self._is_quantised:
-            self.residuals = self.contribution.encode(gradients, turn.residuals)
+            self.residuals = self.contribution.encode(gradients, turn.residuals, self.weight)
         else:
             self.contribution.take_all(gradients)
 
@@ -436,6 +437,14 @@ def _tell(run: weakref.ref[TorchReplicaRun], number: int, parameter: torch.Tenso
     """Report a gradient, for autograd. A strong reference would make a cycle that the garbage collector cannot see."""
     if (found := run()) is not None:
         found._arrived(number, parameter)
+
+
+def _divided(value: Told, count: int) -> Told:
+    """Return a quotient in float64, with the host's bits on any device."""
+    if not isinstance(value, torch.Tensor):
+        return value / count
+    divide([value], count)
+    return value
 
 
 def _mean_of(weights: Sequence[float | None]) -> float | None:

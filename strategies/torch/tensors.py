@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 import strategies.trees as trees
 from collectives.arrays import ALIGNMENT_BYTES
 from strategies.late_jax import is_jax_array
-from strategies.typing import Batch
+from strategies.typing import Batch, Tree
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -114,3 +115,17 @@ def _cut(leaf: object, count: int) -> Sequence[object]:
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     is_aligned = tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT_BYTES
     return tensor if is_aligned else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def tensors_in(outputs: Tree) -> Iterator[torch.Tensor]:
+    """Yield the tensors in the outputs of a module: in mappings, lists, tuples and dataclasses."""
+    if isinstance(outputs, torch.Tensor):
+        yield outputs
+    elif isinstance(outputs, Mapping):
+        for one in outputs.values():
+            yield from tensors_in(one)
+    elif isinstance(outputs, list | tuple):
+        for one in outputs:
+            yield from tensors_in(one)
+    elif is_dataclass(outputs) and not isinstance(outputs, type):
+        yield from tensors_in(vars(outputs))

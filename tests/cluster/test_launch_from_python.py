@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.complete,
     pytest.mark.cores(2),
-    pytest.mark.timeout(170),
+    pytest.mark.timeout(300),
 ]
 
 PROGRAM = """
@@ -52,7 +52,7 @@ except Unlucky as error:
 
 
 def launched(hosts, on, *words):
-    done = hosts.on(on, sys.executable, "-c", PROGRAM, *words, limit_s=150)
+    done = hosts.on(on, sys.executable, "-c", PROGRAM, *words, limit_s=250)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[") and "<std" not in line]
 

@@ -11,10 +11,14 @@ import sys
 import numpy as np
 import pytest
 from poprun_jobs import LIMIT_S, ROOT_ALLOWED, Finished, Job, await_none, run_alone, start_command
+from tiers import only
 
 import popdist
 
-pytestmark = [pytest.mark.job, pytest.mark.cores(2)]
+SEVERAL_LIMIT_S = 2 * LIMIT_S
+"""Time limit of a script with several launches."""
+
+pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(SEVERAL_LIMIT_S + 50)]
 
 REPLICAS = 4
 
@@ -43,24 +47,24 @@ def sum_over(data: np.ndarray, greeting: str) -> tuple[int, bytes]:
 
 
 @pytest.mark.usefixtures("allowed")
-def test_a_function_of_a_test_has_the_same_bits_on_any_number_of_instances(seed, capsys):
+@pytest.mark.parametrize("instances", only([2], [1, 2, 4]))
+def test_a_function_of_a_test_has_the_same_bits_on_any_number_of_instances(instances, seed, capsys):
     data = np.random.default_rng(seed).standard_normal((REPLICAS, 1001)).astype(np.float32)
     expected = ((data[0] + data[1]) + (data[2] + data[3])).tobytes()
-    for instances in (1, 2, 4):
-        found = popdist.launch(sum_over, data, "instance", num_instances=instances, num_replicas=REPLICAS)
-        assert found == [(index, expected) for index in range(instances)]
-        shown = capsys.readouterr()
-        tags = [f"[1,{index}]" for index in range(instances)]
-        plain = "" if instances == 1 else "<stdout>:"
-        out = [f"{tag * bool(plain)}{plain}instance {index}" for index, tag in enumerate(tags)]
-        assert sorted(shown.out.splitlines()) == out
-        assert sorted(shown.err.splitlines()) == [f"{tag}<stderr>:trouble" for tag in tags]
+    found = popdist.launch(sum_over, data, "instance", num_instances=instances, num_replicas=REPLICAS)
+    assert found == [(index, expected) for index in range(instances)]
+    shown = capsys.readouterr()
+    tags = [f"[1,{index}]" for index in range(instances)]
+    plain = "" if instances == 1 else "<stdout>:"
+    out = [f"{tag * bool(plain)}{plain}instance {index}" for index, tag in enumerate(tags)]
+    assert sorted(shown.out.splitlines()) == out
+    assert sorted(shown.err.splitlines()) == [f"{tag}<stderr>:trouble" for tag in tags]
 
 
 # ---- from a script
 
 SCRIPT = """
-import json, sys, threading
+import atexit, json, os, sys, threading
 import numpy as np
 import popdist
 
@@ -70,7 +74,7 @@ said = {}
 
 class Unlucky(Exception):
     def __init__(self, index, reason):
-        super().__init__(index, reason)
+        super().__init__(reason)
         self.index = index
 
 
@@ -80,8 +84,10 @@ class Point:
 
 
 def use_globals():
+    import pytest  # not the installed one
+
     popdist.init()
-    big[0] += popdist.getInstanceIndex()
+    big[0] += popdist.getInstanceIndex() + pytest.hidden
     try:
         popdist.launch(fail)
     except popdist.LifeCycleError as error:
@@ -89,8 +95,7 @@ def use_globals():
 
 
 def leave():
-    popdist.init()
-    sys.exit(3 * popdist.getInstanceIndex())
+    sys.exit(3)
 
 
 def fail():
@@ -102,6 +107,16 @@ def fail():
 
 def nothing_to_send():
     return threading.Lock()
+
+
+def fork():
+    reader, writer = os.pipe()
+    if pid := os.fork():
+        atexit.register(os.waitpid, pid, 0)
+        atexit.register(os.write, writer, b".")
+        return "parent"
+    os.read(reader, 1)
+    return "child, after its parent"
 
 
 def tell(call, *args, **options):
@@ -118,8 +133,9 @@ try:
     popdist.launch(fail, num_instances=2)
 except Unlucky as error:
     said["unlucky"] = [error.index, error.__notes__[0].split(" on ")[0], str(error.__cause__)]
+said["fork"] = popdist.launch(fork)
 tell(popdist.launch, nothing_to_send)
-tell(popdist.launch, leave, num_instances=2)
+tell(popdist.launch, leave)
 tell(popdist.launch, fail, num_instances=2, num_replicas=3)
 print(json.dumps(said))
 """
@@ -128,9 +144,10 @@ print(json.dumps(said))
 def test_a_script_gets_results_and_exceptions_of_its_own_classes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    finished = run_alone(sys.executable, str(script))
+    (tmp_path / "pytest.py").write_text("hidden = 10")
+    finished = run_alone(sys.executable, str(script), limit_s=SEVERAL_LIMIT_S)
     said = json.loads(finished.stdout.splitlines()[-1])
-    assert said["points"] == [0.0, 1.0]
+    assert said["points"] == [10.0, 11.0], "modules are found in the same order as in the launching process"
     index, note, trace = said["unlucky"]
     assert (index, note) == (1, "raised by instance 1")
     assert f'File "{script}", line ' in trace
@@ -138,6 +155,7 @@ def test_a_script_gets_results_and_exceptions_of_its_own_classes(tmp_path):
     assert "launched.py" not in trace
     assert finished.stderr.count("Traceback") == 0, "what the launching process raises is not printed too"
     assert "called inside a job: this process belongs to instance 1 of 2" in said["nested"]
+    assert said["fork"] == ["parent"]
     assert said["nothing_to_send"][0] == "TypeError"
     assert "the result of the function, a lock, cannot be pickled" in said["nothing_to_send"][1]
     assert said["leave"][::2] == ["LaunchError", 3]
@@ -151,8 +169,6 @@ import sys, time
 import popdist
 
 def wait():
-    popdist.init()
-    popdist.synchronize()
     print("begun", flush=True)
     time.sleep(1000)
 
@@ -175,6 +191,36 @@ def test_an_interrupt_ends_the_job_and_is_raised_again():
     finished: Finished = job.finish()
     assert finished.stdout.splitlines()[-1] == "interrupted: the job of wait was ended"
     assert "poprun received SIGINT and ended all instances" in finished.own_text
+
+
+IN_POPEN = """
+import os, sys, time
+import popdist
+
+def wait():
+    print("begun", flush=True)
+    time.sleep(1000)
+
+def interrupt(frame, event, arg):
+    if frame.f_code.co_name == "_execute_child" and event in ("call", "return"):
+        if event == "return":
+            sys.settrace(None)
+            print(frame.f_locals["self"].stdout.readline())
+            raise KeyboardInterrupt
+        return interrupt
+
+sys.settrace(interrupt)
+try:
+    popdist.launch(wait)
+except KeyboardInterrupt:
+    print(os.waitpid(-1, 0)[1])
+"""
+
+
+def test_an_interrupt_while_poprun_is_started_ends_it_although_the_launching_process_goes_on():
+    """subprocess has started poprun, but has not returned an object that could end it."""
+    finished = run_alone(sys.executable, "-c", IN_POPEN)
+    assert finished.stdout.split() == ["b'begun\\n'", str((128 + signal.SIGTERM) << 8)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.complete)])
@@ -223,7 +269,7 @@ def test_functions_of_test_files_travel_however_pytest_has_imported_them(tmp_pat
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_own.py").write_text(TEST_FILE)
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--import-mode={mode}", "--rootdir", str(tmp_path))
-    finished = run_alone(sys.executable, *words, str(tmp_path / "tests"), cwd=tmp_path)
+    finished = run_alone(sys.executable, *words, str(tmp_path / "tests"), cwd=tmp_path, limit_s=SEVERAL_LIMIT_S)
     assert "1 passed" in finished.stdout
 
 
@@ -264,7 +310,7 @@ print([expected, popdist.launch(train, num_instances=2, num_replicas=4, options=
 def test_the_instances_that_are_left_return_results(tmp_path, how, options, count):
     script = tmp_path / "script.py"
     script.write_text(LOSSES)
-    finished = run_alone(sys.executable, str(script), how, *options)
+    finished = run_alone(sys.executable, str(script), how, *options, limit_s=SEVERAL_LIMIT_S)
     [[_, expected]], results = ast.literal_eval(finished.stdout.splitlines()[-1])
     assert results == [(index, expected) for index in range(count)]
     if how == "raise":

@@ -125,6 +125,20 @@ def test_a_run_with_losses_has_the_bits_of_one_process():
     assert re.search(r"^  2 to 3 +- .* -  ", finished.stdout, re.MULTILINE), finished.stdout
 
 
+@pytest.mark.complete
+def test_shards_survive_losses_without_spares_which_cannot_join(subtests):
+    with subtests.test("without spares"):
+        finished = verify("--num-replicas=4", "--with-losses", "--spares=0", sys.executable, PROGRAM, "parts")
+        assert finished.status == 0, finished.stdout + finished.stderr
+        assert rows_of(finished) == ["first", "equal"]
+        assert "instance 0 was lost in step 1\ninstance 3 was lost in step 2\nreplicas" in finished.stdout
+    with subtests.test("with a spare"):
+        finished = verify_small("parts", "--with-losses")
+        assert finished.status == 1
+        assert "no spare can take the place of a lost instance: every instance has a part" in finished.own_text
+        assert "run 2 of" not in finished.stderr
+
+
 class TestRefusals:
     def test_a_program_that_cannot_survive_a_loss_is_named_before_the_loss(self):
         finished = verify_small("own", "--with-losses")

@@ -378,14 +378,14 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="instances of a loop may train different layers",
-        path="strategies/torch/gradient_averaging.py",
+        path="strategies/torch/loop_agreement.py",
         old="insist_on_agreement(self._replicas, [options, terms, buffers])",
         new="insist_on_agreement(self._replicas, [options, buffers])",
         caught_by="tests/strategies/on_torch/test_gradient_averaging.py::TestTrainedLayers::test_all_instances_train_the_same_parameters",
     ),
     Fault(
         name="a new layer begins with different values on each instance",
-        path="strategies/torch/gradient_averaging.py",
+        path="strategies/torch/loop_agreement.py",
         old="for name, one in self._watch.named}\n        buffers",
         new="for name, one in self._watch.named if not digests}\n        buffers",
         caught_by="tests/strategies/on_torch/test_gradient_averaging.py::TestTrainedLayers::test_parameters_that_differ_between_instances_are_refused_by_name",
@@ -434,16 +434,16 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="gradients of autograd.grad are local, without a warning",
-        path="strategies/torch/gradient_averaging.py",
+        path="strategies/torch/local_gradients.py",
         old="        if names:\n            self._warn(",
         new="        if not names:\n            self._warn(",
         caught_by="tests/strategies/on_torch/test_gradient_averaging.py::TestAutogradGrad::test_gradients_of_parameters_warn_once_by_name",
     ),
     Fault(
         name="parameters keep the object that averages them alive",
-        path="strategies/torch/gradient_averaging.py",
-        old="partial(_tell, weakref.ref(self))",
-        new="partial(_tell, lambda: self)",
+        path="strategies/torch/gradient_hooks.py",
+        old="partial(_tell, weakref.WeakMethod(arrived))",
+        new="partial(_tell, lambda: arrived)",
         caught_by="tests/strategies/on_torch/test_gradient_averaging.py::TestMemory::test_memory_of_a_model_is_freed_with_the_model",
     ),
     Fault(

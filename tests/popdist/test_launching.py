@@ -58,15 +58,12 @@ def stranger_at(reception: FunctionReception) -> socket.socket:
     return connection
 
 
-def everything_from(connection: socket.socket) -> bytes:
-    """Return all bytes up to the end of the connection, in whatever way the other side ends it."""
-    came = b""
+def answer_on(connection: socket.socket) -> bytes:
+    """Return the next bytes; none if the other side ends the connection, in whatever way."""
     try:
-        while data := connection.recv(1 << 16):
-            came += data
+        return connection.recv(1 << 16)
     except ConnectionResetError:
-        pass
-    return came
+        return b""
 
 
 def asked_function(reception: FunctionReception) -> list[object]:
@@ -91,7 +88,7 @@ def test_a_caller_without_the_token_gets_only_the_challenge(reception, token):
         challenge = connection.recv(RANDOM_BYTES)
         own = bytes(RANDOM_BYTES)
         connection.sendall(own + prove(token, b"instance", challenge + own))
-        assert everything_from(connection) == b""
+        assert answer_on(connection) == b""
 
 
 def test_a_pickle_of_a_stranger_is_never_loaded(reception):
@@ -102,7 +99,7 @@ def test_a_pickle_of_a_stranger_is_never_loaded(reception):
         challenge = connection.recv(RANDOM_BYTES)
         connection.sendall(trap.ljust(RANDOM_BYTES + PROOF_BYTES, b"."))
         assert len(challenge) == RANDOM_BYTES
-        assert everything_from(connection) == b""
+        assert answer_on(connection) == b""
     assert asked_function(reception) == (len, ("abc",)), "the launching process still serves instances"
     assert reception.last_reports() == []
     assert sprung == []
@@ -114,9 +111,9 @@ def test_a_proof_cannot_be_used_again_or_sent_back(reception):
     with stranger_at(reception) as first, stranger_at(reception) as second:
         challenge, other = first.recv(RANDOM_BYTES), second.recv(RANDOM_BYTES)
         second.sendall(own + prove(token, b"instance", challenge + own))
-        assert everything_from(second) == b"", "the proof answers another challenge"
+        assert answer_on(second) == b"", "the proof answers another challenge"
         first.sendall(own + prove(token, b"launcher", challenge + own))
-        assert everything_from(first) == b"", "the proof is that of the other side"
+        assert answer_on(first) == b"", "the proof is that of the other side"
     assert challenge != other
 
 
@@ -125,6 +122,27 @@ def test_silent_strangers_do_not_keep_instances_waiting(reception):
     assert asked_function(reception) == (len, ("abc",))
     for connection in strangers:
         connection.close()
+
+
+def test_an_instance_waits_for_a_place_in_a_full_backlog():
+    name = f"popdist-test-{os.getpid()}"
+    variables = {ADDRESS_VARIABLE: name, TOKEN_VARIABLE: "secret"}
+    begins = threading.Event()
+
+    def serve() -> None:
+        begins.wait(LIMIT_S)
+        listening.accept()[0].close()
+        channel.admit(listening.accept()[0], "secret").close()
+
+    with socket.socket(socket.AF_UNIX) as listening, socket.socket(socket.AF_UNIX) as first:
+        listening.bind(f"\0{name}")
+        listening.listen(0)
+        first.connect(f"\0{name}")
+        thread = threading.Thread(target=serve)
+        thread.start()
+        begins.set()
+        channel.call(variables).close()
+        thread.join(LIMIT_S)
 
 
 def test_an_instance_takes_nothing_from_a_false_launcher():
@@ -242,19 +260,18 @@ def sent(report: InstanceResult | InstanceFailure) -> InstanceResult | InstanceF
     return read_report(LaunchMessage(message.kind, [bytes(part) for part in message.parts]))
 
 
-def result(value: object, index: int, count: int = 2, attempt: int = 0) -> InstanceResult:
-    found = sent(InstanceResult(ReportSender(index, count, "h0", attempt), pack(value)))
+def result(value: object, index: int, count: int = 2, attempt: int = 0, may_lose: bool = False) -> InstanceResult:
+    found = sent(InstanceResult(ReportSender(index, count, "h0", attempt, may_lose), pack(value)))
     assert isinstance(found, InstanceResult)
     return found
 
 
 def failure(
-    error: Exception, index: int = 0, follows: bool = False, parts: list[bytes] | None = None
+    error: Exception, index: int = 0, follows: bool = False, parts: list[bytes] | None = None, attempt: int = 0
 ) -> InstanceFailure:
     parts = pack(error) if parts is None else parts
-    found = sent(
-        InstanceFailure(ReportSender(index, 2, "h0"), f"{type(error).__name__}: {error}", "  in f\n", follows, parts)
-    )
+    sender = ReportSender(index, 2, "h0", attempt)
+    found = sent(InstanceFailure(sender, f"{type(error).__name__}: {error}", "  in f\n", follows, parts))
     assert isinstance(found, InstanceFailure)
     return found
 
@@ -265,7 +282,7 @@ def test_results_come_in_the_order_of_the_instances():
 
 def test_only_results_of_the_last_attempt_count():
     old, new = result("old", 0), [result("new", 0, attempt=1), result("newer", 1, attempt=1)]
-    assert results_of([old, failure(ValueError()), *new], 0) == ["new", "newer"]
+    assert results_of([failure(ValueError()), *new, old], 0) == ["new", "newer"]
 
 
 @pytest.mark.parametrize(("reports", "missing"), [([], 0), ([0], 1), ([1], 0)])
@@ -281,6 +298,20 @@ def test_the_exception_that_follows_from_no_other_instances_end_is_the_cause():
     assert "instance 1 on h0:\n  in f" in str(error.__cause__)
     assert error.__notes__ == ["raised by instance 1 on h0", "instance 0 on h0 also failed: OSError: peer lost"]
     assert cause_of([result("a", 0)]) is None
+    assert cause_of([failure(OSError("peer lost"), 0, follows=True)]) is None, "instance 1 was killed"
+
+
+def test_the_exception_of_the_last_attempt_is_the_cause():
+    error = cause_of([failure(OSError("first")), failure(KeyError("last"), 1, attempt=1)])
+    assert isinstance(error, KeyError)
+
+
+def test_a_job_that_goes_on_without_lost_instances_returns_the_other_results():
+    assert results_of([result("c", 2, 3, may_lose=True), result("a", 0, 3, may_lose=True)], 0) == ["a", "c"]
+    early, left = result("a", 0, 4, may_lose=True), [result(each, i, 2, may_lose=True) for i, each in enumerate("cd")]
+    assert results_of([*left, early], 0) == ["a", "c", "d"], "the last two were numbered anew"
+    with pytest.raises(LaunchError, match="no result has come from instance 0"):
+        results_of([failure(ValueError())], 0)
 
 
 @pytest.mark.parametrize("parts", [[], [b"no pickle"], [pickle.dumps("no exception")]])
@@ -289,6 +320,30 @@ def test_an_exception_that_cannot_be_unpickled_is_described(parts):
     assert isinstance(error, LaunchError)
     assert str(error) == "ValueError: text"
     assert "in f" in str(error.__cause__)
+
+
+ATTRIBUTES = ("part", "filename", "value")
+
+
+class Composed(ValueError):
+    def __init__(self, part: str, whole: str) -> None:
+        super().__init__(f"{part} of {whole}")
+        self.part = part
+
+
+class Named(KeyError):
+    pass
+
+
+@pytest.mark.parametrize(
+    "error", [Composed("a", "b"), Named("x"), FileNotFoundError(2, "gone", "a.txt"), StopIteration(4)]
+)
+def test_an_exception_keeps_its_class_text_and_attributes(error):
+    error.add_note("noted")
+    found = cause_of([failure(error)])
+    assert (type(found), str(found), found.args) == (type(error), str(error), error.args)
+    assert [getattr(found, name, None) for name in ATTRIBUTES] == [getattr(error, name, None) for name in ATTRIBUTES]
+    assert found.__notes__[0] == "noted"
 
 
 # ---- refusals

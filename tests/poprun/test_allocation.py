@@ -352,6 +352,7 @@ class TestFlux:
             "[]",
             "null",
             FLUX_R.replace("fluke[6-7]", "fluke6"),
+            FLUX_R.replace("fluke[6-7]", "fluke["),
             FLUX_R.replace("0-1", "0-x"),
             FLUX_R.replace('"core": "0-3", ', ""),
             FLUX_R.replace('["fluke[6-7]", "login"]', '"fluke"'),

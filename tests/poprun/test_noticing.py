@@ -13,7 +13,7 @@ from poprun.agent.guard import NOTICING
 
 TWO = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 MET = {"RANK": "0", "WORLD_SIZE": "2"}
-LIBRARIES = ["accelerate", "deepspeed", "transformers.trainer"]
+STATE = "class PartialState:\n    def __init__(self, num_processes): self.num_processes = num_processes\n"
 TRAINERS = ["lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer"]
 TRAINER = """
 class Trainer:
@@ -47,20 +47,38 @@ def run(folder: Path, program: str, **variables: str) -> subprocess.CompletedPro
     return subprocess.run(words, env=clean | TWO | paths | variables, capture_output=True, text=True, check=True)
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_a_library_that_ignores_the_other_instances_is_named_once(tmp_path: Path, library, name: str) -> None:
-    library(name)
+def test_a_library_that_ignores_the_other_instances_is_named_once(tmp_path: Path, library) -> None:
     library("deepspeed")
-    said = run(tmp_path, f"import {name}, deepspeed").stderr
-    assert said.startswith(f"poprun: {name} was imported in instance 0 of 2, and it does not know the other instances")
+    library("accelerate.state", STATE)
+    said = run(tmp_path, "import deepspeed, accelerate.state\naccelerate.state.PartialState(1)").stderr
+    assert said.startswith(
+        "poprun: deepspeed was imported in instance 0 of 2, and it does not know the other instances"
+    )
     assert said.count("\n") == 1
     assert "give `poprun --torch-distributed-env yes`" in said
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_a_library_that_was_told_of_the_others_is_not_named(tmp_path: Path, library, name: str) -> None:
-    library(name)
-    assert run(tmp_path, f"import {name}", **MET).stderr == ""
+def test_a_library_that_was_told_of_the_others_is_not_named(tmp_path: Path, library) -> None:
+    library("deepspeed")
+    assert run(tmp_path, "import deepspeed", **MET).stderr == ""
+
+
+def test_a_library_whose_presence_is_asked_for_is_not_named(tmp_path: Path, library) -> None:
+    """accelerate looks for DeepSpeed so."""
+    library("deepspeed")
+    assert run(tmp_path, "from importlib.util import find_spec\nassert find_spec('deepspeed')").stderr == ""
+
+
+@pytest.mark.parametrize(("num_processes", "variables", "lines"), [(1, {}, 1), (2, {}, 0), (1, MET, 0)])
+def test_accelerate_is_named_if_it_finds_no_other_process(
+    tmp_path: Path, library, num_processes: int, variables: dict[str, str], lines: int
+) -> None:
+    """A program that has met the others by itself, for example at popdist://, gets no warning."""
+    library("accelerate.state", STATE)
+    program = "from accelerate.state import PartialState\n" + f"PartialState({num_processes})\n" * 2
+    said = run(tmp_path, program, **variables).stderr
+    assert said.count("accelerate was set up in instance 0 of 2, and it does not know") == lines
+    assert said.count("give `poprun --torch-distributed-env yes`") == said.count("\n") == lines
 
 
 @pytest.mark.parametrize("name", TRAINERS)

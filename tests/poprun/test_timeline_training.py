@@ -123,3 +123,20 @@ def test_curves_below_zero_are_drawn_from_their_least_value():
     assert ">0 </text>" in drawn
     heights = [float(point.split(",")[1]) for point in re.search(r'points="([^"]*)"', drawn)[1].split()]
     assert heights == [170.0, 100.0]
+
+
+def test_the_names_of_many_layers_stay_inside_of_the_picture():
+    curve = np.array([0.0, 1.0]), np.array([1.0, 2.0])
+    drawn = draw_curves({f"model.layers.{number}.attention.weight": curve for number in range(6)}, "", "step")
+    names = re.findall(r'<text x="(\d+)" y="(\d+)">(model[^<]*)</text>', drawn)
+    assert len(names) == 6
+    assert max(int(left) + 8 * len(name) for left, _, name in names) <= 900
+    highest = min(
+        float(point.split(",")[1]) for each in re.findall(r'points="([^"]*)"', drawn) for point in each.split()
+    )
+    assert max(int(top) for _, top, _ in names) < highest
+
+
+def test_a_number_that_was_told_once_is_a_dot():
+    drawn = draw_curves({"a": (np.array([3.0]), np.array([2.0]))}, "", "step")
+    assert '<circle class="key0" cx="100.0" cy="30.0"' in drawn

@@ -132,7 +132,15 @@ class TestTheCourse:
 
 def test_a_program_that_cannot_go_on_says_why():
     reason = {"kind": "obstacle", "reason": "the queues of feeds stay"}
-    assert obstacle_to_losses(record_of([process(), layout(), (0, reason), step(0)], Path())) == reason["reason"]
-    assert obstacle_to_losses(REPLACED) == ""
+    found = obstacle_to_losses(record_of([process(), layout(), (0, reason), step(0)], Path()), spares=0)
+    assert "cannot go on without a lost instance: the queues of feeds stay. Verify it without --with-losses" in found
+    assert obstacle_to_losses(REPLACED, spares=1) == ""
     horovod = record_of([process(strategy="IPUHorovodStrategy"), layout(), step(0)], Path())
-    assert "use PopDistStrategy" in obstacle_to_losses(horovod)
+    assert "use PopDistStrategy" in obstacle_to_losses(horovod, spares=0)
+
+
+def test_a_program_that_no_spare_can_join_goes_on_without_spares():
+    reason = {"kind": "obstacle to joins", "reason": "every instance has a part of the state"}
+    record = record_of([process(), layout(), (0, reason), step(0)], Path())
+    assert "no spare can take the place of a lost instance: every instance has" in obstacle_to_losses(record, spares=1)
+    assert obstacle_to_losses(record, spares=0) == ""

@@ -1,6 +1,8 @@
 """Distributions of arrays, sums of squares of shards, and the cost of looking at nothing."""
 
 import functools
+import gc
+import logging
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -14,10 +16,12 @@ from tiers import first_of
 import strategies
 from popdist.records.distribution_settings import DistributionSettings
 from strategies.core import distributions
-from strategies.core.distributions import layer_names, squares_of_rows, squares_of_shards
+from strategies.core.distributions import Layers, layer_names, look, squares_of_rows, squares_of_shards
 from strategies.core.weights import SKIP
 from strategies.jax.layers import JaxLayers
+from strategies.jax.replicas.shards import shards_of
 from strategies.loss_scaling import LossScaling
+from strategies.sinks import sinks as delivery_module
 from strategies.sinks.distribution import BINS, Distribution
 from strategies.sinks.sink import Sink
 
@@ -112,7 +116,29 @@ class TestSquares:
         assert not np.isfinite(np.asarray(broken)).any()
 
 
+def test_parts_of_gradients_on_a_device_have_the_norms_of_the_whole(on_instances):
+    """PyTorch on GPUs has them, if the host divides gradients for the shards of the optimizer state."""
+
+    def norms(strategy):
+        replicas, [own] = strategy.replicas, strategy.local_replicas
+        part = jnp.asarray(RANDOM.reshape(2, -1)[own])
+        layers = Layers(
+            ("a", "b"),
+            [jnp.asarray(RANDOM), jnp.ones(3)],
+            [part, jnp.ones(3)],
+            shards=shards_of(replicas, min_elements=10),
+            device_norms=lambda leaves: JaxLayers.device_norms(JaxLayers(None, None, None), leaves),
+        )
+        return look(DistributionSettings(1, 0), 0, lambda: layers, replicas).read(0)
+
+    whole = float(np.linalg.norm(RANDOM.astype(np.float64)))
+    for found in on_instances(2, 2, norms):
+        assert found["gradient_norm/a"] == pytest.approx(whole, rel=1e-6)
+        assert [found["gradient_norm/b"], found["weight_norm/b"]] == pytest.approx([np.sqrt(3)] * 2)
+
+
 def test_names_of_layers_are_what_every_sink_accepts():
+    assert layer_names(["/a//b", "./c/../d", "x" * 300, "x" * 300]) == ("a/b", "c/d", "x" * 200, f"{'x' * 200}_2")
     assert layer_names(["dense/kernel", "", "a:b", "a_b", "a_b"]) == (
         "dense/kernel",
         "variables",
@@ -222,11 +248,50 @@ class TestTrainings:
         )
         assert {row.values["gradient_norm"] for row in rows} == {7.0}
 
+    def test_variables_get_the_names_that_the_program_gives_last(self):
+        strategy, kept = strategies.IPUStrategy(2), Kept()
+        trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
+        state = trainer.init({"w": np.ones((3, 2), np.float32), "b": np.zeros(2, np.float32)})
+        batch = {"x": jnp.ones((4, 3))}
+        with strategies.metrics.open(kept, strategy=strategy, norms_every=1):
+            for names in (None, ["bias", "kernel"]):
+                trainer.variable_names = names
+                state, _ = trainer.step(state, batch)
+            trainer.variable_names = ["kernel"]
+            with pytest.raises(ValueError, match="has 1 names, but 2 variables are trained: b, w; give each"):
+                trainer.step(state, batch)
+        found = [[name for name in row.values if name.startswith("weight_norm/")] for row in kept.rows]
+        assert found == [["weight_norm/b", "weight_norm/w"], ["weight_norm/bias", "weight_norm/kernel"]]
+
+    def test_distributions_that_are_left_out_take_no_memory(self, monkeypatch):
+        monkeypatch.setattr(delivery_module, "EVERY_S", 600.0)  # nothing is written before the end
+        monkeypatch.setattr(delivery_module, "MOST_DISTRIBUTIONS", 4)
+        strategy = strategies.IPUStrategy(2)
+        trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
+        state = trainer.init({"w": np.ones((3, 2), np.float32), "b": np.zeros(2, np.float32)})
+
+        def alive():
+            return sum(type(each) is Distribution for each in gc.get_objects())
+
+        with strategies.metrics.open(Kept(), strategy=strategy, norms_every=1, histograms_every=1):
+            before = alive()
+            for _ in range(5):
+                state, _ = trainer.step(state, {"x": jnp.ones((4, 3))})
+            assert alive() - before == 4 + 4, "those of the first row, and of the last look"
+
 
 class TestSettings:
     def test_closed_sinks_end_the_looks(self):
         strategy = strategies.IPUStrategy(2)
         trained(strategy)
+        assert strategy.replicas.distributions is None
+
+    def test_looks_end_with_the_last_sinks_that_ask_for_them(self):
+        strategy = strategies.IPUStrategy(2)
+        first, second = (strategies.metrics.open(Kept(), strategy=strategy, norms_every=2) for _ in range(2))
+        first.close()
+        assert strategy.replicas.distributions == DistributionSettings(2, 0)
+        second.close()
         assert strategy.replicas.distributions is None
 
     def test_two_settings_of_a_strategy_are_refused(self):
@@ -272,6 +337,19 @@ class TestCost:
         for each in opened:
             each.close()
         return set(found)
+
+    def test_steps_between_looks_stay_one_program(self, caplog):
+        strategy, kept = strategies.IPUStrategy(1), Kept()
+        dataset = strategy.distribute_dataset(ROWS, batch_size=4, seed=1)
+        trainer = strategies.Trainer(strategy, lambda v, batch, key: jnp.mean(batch["x"] @ v) ** 2, optax.sgd(0.1))
+        state = trainer.init(np.ones(3, np.float32))
+        with (
+            caplog.at_level(logging.INFO, "strategies.jax"),
+            strategies.metrics.open(kept, strategy=strategy, norms_every=4),
+        ):
+            trainer.run(state, dataset, steps_per_execution=2)
+        assert "steps are made in one program from step 2 on" in caplog.text
+        assert ["gradient_norm" in row.values for row in kept.rows] == [True, False, False, False] * 2
 
     @pytest.mark.parametrize("replicas", first_of([2, 1]))
     def test_nothing_is_called_without_sinks(self, replicas):

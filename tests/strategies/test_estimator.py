@@ -84,7 +84,7 @@ def test_replicas_take_elements_in_turns_and_average_their_losses():
     assert (seen.losses, seen.steps) == ([14, 16, 18], [2, 4, 6])
 
 
-@pytest.mark.parametrize("instances", [1, 2])
+@pytest.mark.parametrize("instances", [also(1), 2])
 def test_gradients_of_workers_are_averaged_by_a_host_call(on_instances, instances, tmp_path):
     """A row of the original: w is 2, -0.5, 3.25, -2.375."""
 
@@ -139,7 +139,7 @@ def test_losses_of_workers_are_added_and_those_of_replicas_averaged():
     assert seen.losses == [(0 + 1) / 2 + (4 + 5) / 2, (2 + 3) / 2 + (6 + 7) / 2]
 
 
-@pytest.mark.parametrize("instances", [1, also(2), 4])
+@pytest.mark.parametrize("instances", [also(1), 2, also(4)])
 def test_training_has_the_bits_of_a_trainer(on_instances, instances, tmp_path):
     """Four workers; the variables do not depend on the number of instances."""
     random = np.random.default_rng(0)
@@ -244,8 +244,8 @@ def calling(function, arrays, train_op=None):
 @pytest.mark.parametrize(
     ("arrays", "wanted"),
     [
-        (lambda features, loss: [loss], [(1,), (2,)]),
-        (lambda features, loss: [], [(), ()]),
+        also(lambda features, loss: [loss], [(1,), (2,)]),
+        also(lambda features, loss: [], [(), ()]),
         (lambda features, loss: [loss, features + 1], [(1, 2), (2, 3)]),
     ],
 )
@@ -334,6 +334,7 @@ def test_replicas_without_a_cross_replica_optimizer_are_refused():
         IPUEstimator(model_fn, config=config_of(4)).train(increasing(3), steps=1)
 
 
+@pytest.mark.complete
 def test_replicas_train_on_a_regression_together():
     random, seen = np.random.default_rng(0), Seen()
     x = random.standard_normal((256, 4)).astype(np.float32)
@@ -351,10 +352,65 @@ def test_replicas_train_on_a_regression_together():
     assert seen.losses[-1] < seen.losses[0] / 5
 
 
+def two_variables(train_op):
+    """Return a `model_fn` with the update that `train_op` makes of an optimizer and two variables."""
+
+    def model_fn(features, mode):
+        optimizer = EstimatorOptimizer(optax.sgd(1.0))
+        variables = [est.get_variable(name, initializer=1.0) for name in ("v", "w")]
+        return IPUEstimatorSpec(mode, loss=sum(variables), **train_op(optimizer, *variables))
+
+    return model_fn
+
+
+def by_two_losses(optimizer, v, w):
+    pairs = optimizer.compute_gradients(2 * v, [v]) + optimizer.compute_gradients(5 * w, [w])
+    return {"train_op": optimizer.apply_gradients(pairs)}
+
+
+def to_the_wrong_variables(optimizer, v, w):
+    (of_v, _), (of_w, _) = optimizer.compute_gradients(2 * v + 5 * w)
+    return {"train_op": optimizer.apply_gradients([(of_v, w), (of_w, v)])}
+
+
+def twice(optimizer, v, w):
+    [(gradient, _)] = optimizer.compute_gradients(w, [w])
+    host_call = (lambda given: optimizer.apply_gradients([(given, w)]), [gradient])
+    return {"train_op": optimizer.minimize(v, var_list=[v]), "host_call": host_call}
+
+
+@pytest.mark.parametrize(
+    ("train_op", "message"),
+    [
+        (by_two_losses, "several losses"),
+        (to_the_wrong_variables, "another variable"),
+        (twice, "both train_op and host"),
+    ],
+)
+def test_an_update_that_would_be_lost_is_refused(train_op, message):
+    with pytest.raises(ValueError, match=message):
+        IPUEstimator(two_variables(train_op)).train(increasing(3), steps=1)
+
+
+def test_gradients_come_in_the_order_of_the_asked_variables():
+    def train_op(optimizer, v, w):
+        gradients = [gradient for gradient, _ in optimizer.compute_gradients(2 * v + 5 * w, [w, v])]
+        return {"train_op": optimizer.apply_gradients(zip(gradients, [w, v], strict=True))}
+
+    estimator = IPUEstimator(two_variables(train_op)).train(increasing(3), steps=1)
+    assert [estimator.get_variable_value(name) for name in ("v", "w")] == [-1, -4]
+
+
+def test_another_strategy_than_that_of_the_last_training_is_refused(strategy):
+    estimator = IPUEstimator(square).train(pairs([[1]], [[1]]))
+    with strategy.scope(), pytest.raises(ValueError, match="another strategy"):
+        estimator.train(pairs([[1]], [[1]]))
+
+
 # ---- batch sizes
 
 
-@pytest.mark.parametrize(("size", "wanted"), [(2, 1), (4, 2), (6, 3)])
+@pytest.mark.parametrize(("size", "wanted"), [also(2, 1), (4, 2), also(6, 3)])
 @pytest.mark.parametrize("kind", ["train", "eval", "predict"])
 def test_batch_sizes_are_divided_among_replicas(kind, size, wanted):
     found = []
@@ -433,7 +489,7 @@ def test_evaluation_averages_scalars_over_batches():
     assert found == {"loss": 5, "mean": 2.5, "rows": 2.5, "global_step": 0}
 
 
-@pytest.mark.parametrize("is_on_host", [False, True])
+@pytest.mark.parametrize("is_on_host", [also(False), True])
 def test_replicated_evaluation_counts_every_replica(is_on_host):
     labels, predictions = np.array([0, 1, 0, 1], np.float32), np.array([0, 0, 0, 1], np.float32)
 
@@ -468,6 +524,49 @@ def test_wrong_metrics_are_refused(given, error):
         IPUEstimator(of_eval(**given)).evaluate(pairs([1], [1]))
 
 
+@pytest.mark.parametrize("is_on_host", [False, True])
+def test_evaluation_counts_batches_that_not_all_replicas_have(is_on_host):
+    def model_fn(features, mode):
+        total = {"rows": strategies.Mean(jnp.sum(features), 2.0)}
+        given = {"eval_metrics": (lambda x: {"rows": strategies.Mean(x.sum(), 2.0)}, [features])}
+        return IPUEstimatorSpec(mode, loss=jnp.mean(features), **(given if is_on_host else {"eval_metric_ops": total}))
+
+    found = IPUEstimator(model_fn, config=config_of(2)).evaluate(listed([1, 2], [3, 4], [50, 60]))
+    assert found == {"loss": 20, "rows": 20, "global_step": 0}
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_workers_evaluate_all_their_batches_together(on_instances, instances):
+    def run(strategy):
+        def input_fn(input_context):
+            worker = input_context.input_pipeline_id
+            return listed(*[[10 * worker + batch] for batch in range(2 + worker)])()
+
+        return IPUEstimator(metric(jnp.mean), config=RunConfig(eval_distribute=strategy)).evaluate(input_fn)
+
+    assert on_instances(instances, 2, run) == [{"loss": 6.8, "mean": 6.8, "global_step": 0}] * instances
+
+
+def metric(reduce):
+    def model_fn(features, mode):
+        return IPUEstimatorSpec(
+            mode, predictions=features, loss=jnp.mean(features), eval_metric_ops={"mean": reduce(features)}
+        )
+
+    return model_fn
+
+
+def test_replicas_that_are_added_need_a_batch_each():
+    model_fn = metric(lambda features: jnp.mean(strategies.cross_replica_ops.cross_replica_sum(features)))
+    with pytest.raises(ValueError, match="give a multiple"):
+        IPUEstimator(model_fn, config=config_of(2)).evaluate(listed([1], [2], [3]))
+
+
+def test_a_metric_that_is_no_scalar_is_refused():
+    with pytest.raises(ValueError, match=re.escape("mean of model_fn is of shape [2]")):
+        IPUEstimator(metric(lambda features: features)).evaluate(listed([1, 2]))
+
+
 def predicting(predictions):
     return lambda features, mode: IPUEstimatorSpec(mode, predictions(features))
 
@@ -495,6 +594,17 @@ def test_replicas_predict_in_turns():
     estimator = IPUEstimator(predicting(lambda x: 2 * x + 1), config=config_of(4))
     assert list(itertools.islice(estimator.predict(data), 2)) == [3, 5]
     assert next(estimator.predict(data, yield_single_examples=False)).tolist() == [3, 5, 7, 9]
+
+
+def test_replicas_predict_the_last_rows_too():
+    estimator = IPUEstimator(predicting(lambda x: x), config=config_of(2))
+    assert list(estimator.predict(listed([1, 2], [3, 4], [5, 6]))) == [1, 2, 3, 4, 5, 6]
+
+
+def test_predictions_with_different_numbers_of_rows_are_refused():
+    estimator = IPUEstimator(predicting(lambda x: {"mean": jnp.mean(x), "x": x}))
+    with pytest.raises(ValueError, match="predictions have"):
+        next(estimator.predict(listed([1, 2])))
 
 
 # ---- checkpoints
@@ -531,7 +641,38 @@ def test_checkpoints_are_made_and_kept_as_configured(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000006", "step_00000007"]
 
 
-@pytest.mark.parametrize("instances", [1, 2])
+def test_training_continues_a_checkpoint_of_a_trainer(tmp_path):
+    trainer = strategies.Trainer(
+        strategies.IPUStrategy(1), lambda variables, batch, key: variables["w"], optax.sgd(0.5)
+    )
+    state = trainer.init({"w": np.float32(2)})
+    for _ in range(3):
+        state, _ = trainer.step(state, np.zeros((1, 1), np.float32))
+    with strategies.Checkpoints(tmp_path, trainer) as checkpoints:
+        checkpoints.save(state)
+    seen = Seen()
+    IPUEstimator(square, tmp_path).train(pairs([[1]] * 9, [[1]] * 9), [seen], max_steps=5)
+    assert seen.steps == [4, 5]
+
+
+def test_a_checkpoint_is_written_when_listeners_and_other_estimators_look(on_instances, tmp_path):
+    def run(strategy):
+        names = []
+
+        class Listener:
+            def after_save(self, session, global_step):
+                names.append(estimator.latest_checkpoint()[-13:])
+
+        config = RunConfig(train_distribute=strategy, save_checkpoints_steps=1)
+        estimator = IPUEstimator(square, tmp_path, config)
+        estimator.train(pairs([[1]] * 3, [[1]] * 3), saving_listeners=[Listener()])
+        return names, IPUEstimator(square, tmp_path).evaluate(pairs([[1]], [[1]]))["global_step"]
+
+    steps = ["step_00000001", "step_00000002", "step_00000003"]
+    assert on_instances(2, 2, run) == [(steps, 3)] * 2
+
+
+@pytest.mark.parametrize("instances", [also(1), 2])
 def test_training_is_evaluated_at_checkpoints_and_at_the_end(on_instances, instances, tmp_path):
     def run(strategy):
         evaluated, exported = [], []
@@ -576,7 +717,7 @@ def test_evaluation_waits_for_its_time():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: IPUEstimator(None), ValueError, "model_fn must be provided"),
+        (lambda: IPUEstimator(None), ValueError, "give a function"),
         (lambda: IPUEstimator(lambda x: x), ValueError, "not expected"),
         (lambda: IPUEstimator(lambda features: 0, params={}), ValueError, "does not include params"),
         (lambda: IPUEstimator(square, config={}), TypeError, "RunConfig"),
@@ -667,6 +808,7 @@ def test_training_goes_on_after_an_error():
     assert seen.steps == [2]
 
 
+@pytest.mark.complete
 def test_float64_is_trained_as_float32():
     estimator = IPUEstimator(square).train(lambda: [(np.ones((2, 1)), np.zeros((2, 1)))])
     assert estimator.get_variable_value("w") == 0
@@ -683,3 +825,5 @@ def test_all_workers_end_with_the_first_that_has_no_batch(on_instances, caplog):
 
     assert on_instances(2, 2, run) == [[1, 2], [1, 2]]
     assert "instance 0 ran out of data after 2 steps" in caplog.text
+    assert on_instances(1, 2, run) == [[1, 2]]
+    assert "1 batches of input_fn are not used" in caplog.text

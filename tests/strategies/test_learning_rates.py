@@ -70,7 +70,7 @@ def test_the_rate_that_a_step_has_used_is_in_its_row(optimizer):
     assert found == [{"learning_rate": pytest.approx(rate, rel=1e-6)} for rate in RATES]
 
 
-@pytest.mark.parametrize("optimizer", [optax.adam(SCHEDULE), INJECTED_SCHEDULE], ids=["adam", "injected"])
+@pytest.mark.parametrize("optimizer", first_of([optax.adam(SCHEDULE), INJECTED_SCHEDULE]), ids=["adam", "injected"])
 @pytest.mark.parametrize("instances", first_of([2, 1]))
 def test_rates_do_not_depend_on_instances_or_the_place_of_the_state(optimizer, instances, on_instances):
     def function(strategy):
@@ -89,6 +89,7 @@ def test_each_group_has_its_rate():
     assert {row["learning_rate/slow"] for row in found} == {float(np.float32(0.01))}
 
 
+@pytest.mark.complete
 def test_rates_without_labels_are_numbered():
     found = rows_of(optax.chain(optax.sgd(SCHEDULE), optax.scale_by_learning_rate(optax.constant_schedule(2.0))))
     assert [row["learning_rate/0"] for row in found] == pytest.approx(RATES)
@@ -106,14 +107,21 @@ def test_a_rate_that_the_program_sets_is_that_of_the_row():
     assert [row["learning_rate"] for row in kept.rows] == [0.25, 0.125]
 
 
+def for_a(optimizer):
+    """Return an optimizer that updates `a` with the given one."""
+    return optax.partition({"given": optimizer, "plain": optax.sgd(0.1)}, {"a": "given", "b": "plain"})
+
+
 UNKNOWN = {
     "constant": optax.adam(0.1),
+    "of each element": for_a(INJECTED(learning_rate=np.full(3, 0.1, np.float32))),
+    "schedule of arrays": for_a(optax.sgd(lambda count: np.full(3, 0.1, np.float32) * count)),
     "not a rate": optax.chain(optax.sgd(0.1), optax.scale_by_schedule(SCHEDULE)),
     "own": optax.chain(optax.GradientTransformation(lambda _: optax.EmptyState(), lambda g, s, p=None: (g, s))),
 }
 
 
-@pytest.mark.parametrize("optimizer", first_of(UNKNOWN))
+@pytest.mark.parametrize("optimizer", only(("constant", "of each element", "schedule of arrays"), UNKNOWN))
 def test_rates_that_nobody_knows_are_left_out(optimizer):
     assert rows_of(UNKNOWN[optimizer]) == [{}] * STEPS
 
@@ -146,6 +154,7 @@ def test_a_skipped_step_shows_the_last_rate_that_was_used():
     assert used[-1] == pytest.approx(RATES[STEPS - 1 - skipped])
 
 
+@pytest.mark.complete
 def test_a_rate_of_the_loss_function_goes_first():
     def own(variables, batch, key):
         return loss_fn(variables, batch, key), {"learning_rate": jnp.float32(3)}

@@ -241,6 +241,20 @@ class TestMLflow:
         ]
 
     @pytest.mark.filterwarnings("ignore::FutureWarning")
+    def test_norms_of_all_layers_and_of_each_layer_are_written(self, store):
+        from mlflow import MlflowClient
+
+        from strategies.sinks.mlflow_run import MlflowRun
+
+        sink = MlflowRun(store, "", "x")
+        sink.open(goes_on=False)
+        sink.write(train(1, **{"gradient_norm": 5.0, "gradient_norm/dense/kernel": 4.0, "weight_norm/b": 3.0}))
+        sink.close()
+        client = MlflowClient(tracking_uri=store)
+        [run] = client.search_runs([client.get_experiment_by_name("popdist").experiment_id])
+        assert run.data.metrics == {"gradient_norm": 5.0, "gradient_norms/dense/kernel": 4.0, "weight_norms/b": 3.0}
+
+    @pytest.mark.filterwarnings("ignore::FutureWarning")
     def test_many_rows_are_written_in_batches(self, store):
         from mlflow import MlflowClient
 

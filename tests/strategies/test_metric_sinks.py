@@ -18,6 +18,7 @@ from surviving_instances import hook, run_instances
 from tiers import first_of
 
 import strategies
+from collectives import PeerLostError
 from popdist.errors import EnvironmentMismatchError
 from strategies import IPUStrategy, Trainer, fingerprint
 from strategies.sinks import sinks as delivery_module
@@ -220,6 +221,29 @@ def test_norms_and_histograms_go_on_with_the_same_bits_when_the_first_instance_i
     assert lost == whole
     assert all("gradient_norm" in row and "learning_rate" in row for row in whole)
     assert ["gradients/variables/p50" in row for row in whole] == [row["step"] % 2 == 1 for row in whole]
+
+
+def test_the_chief_takes_norms_and_histograms_from_an_instance_that_has_completed_the_step(tmp_path):
+    def train(strategy, path, trainers):
+        dataset = strategy.distribute_dataset(ROWS_OF_MANY, batch_size=2, seed=1)
+        trainer = Trainer(strategy, loss_fn, optax.adam(optax.linear_schedule(0.1, 0.0, 9)))
+        trainers.setdefault(strategy.replicas.first_index, trainer)
+        with strategies.metrics.open(f"jsonl:{path}", strategy=strategy, norms_every=1, histograms_every=2):
+            trainer.run(trainer.init(np.ones(3, np.float32)), dataset)
+
+    def lose():
+        """Lose the connection as if while gradients arrived, which the other instances have got."""
+        trainers[0]._loop._seen = None
+        raise PeerLostError("a connection is lost")
+
+    files, trainers = [tmp_path / "whole.jsonl", tmp_path / "late.jsonl"], {}
+    train(IPUStrategy(6), files[0], {})
+    faults = [hook(0, "update", 2, lose), "kill:instance=2,step=3"]
+    run_instances(3, 6, functools.partial(train, path=files[1], trainers=trainers), faults)
+    whole, late = ([{**json.loads(line), "time": 0} for line in path.read_text().splitlines()] for path in files)
+    assert late == whole
+    assert all("gradient_norm/variables" in row for row in late)
+    assert ["gradients/variables" in row for row in late] == [row["step"] % 2 == 1 for row in late]
 
 
 ROWS_OF_MANY = {"x": np.arange(3 * 96, dtype=np.float32).reshape(96, 3) / 64}

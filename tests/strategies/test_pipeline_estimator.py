@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from estimator_parts import Seen, config_of, increasing
+from tiers import also
 
 import strategies
 from strategies.compat import estimator as est
@@ -46,12 +47,12 @@ def line(count=4, method="sum", mapping=None, **options):
     ("method", "count", "updates", "losses", "last"),
     [
         ("sum", 4, 1, [4, -0.5], -4),
-        ("mean", 4, 1, [4, 2.875], 0.5),
-        ("running_mean", 4, 1, [4, 2.875], 0.5),
-        ("sum", 4, 2, [1.75, -7.25], -10),
+        also("mean", 4, 1, [4, 2.875], 0.5),
+        also("running_mean", 4, 1, [4, 2.875], 0.5),
+        also("sum", 4, 2, [1.75, -7.25], -10),
         ("mean", 4, 2, [3.4375, 1.1875], -1),
-        ("sum", 8, 1, [4, -5], -10),
-        ("sum", 8, 2, [-0.5, -18.5], -22),
+        also("sum", 8, 1, [4, -5], -10),
+        also("sum", 8, 2, [-0.5, -18.5], -22),
     ],
 )
 def test_training_follows_the_analytical_reference(method, count, updates, losses, last, tmp_path):
@@ -64,7 +65,7 @@ def test_training_follows_the_analytical_reference(method, count, updates, losse
     assert estimator.get_variable_value("w") == last
 
 
-@pytest.mark.parametrize("instances", [1, 2])
+@pytest.mark.parametrize("instances", [also(1), 2])
 def test_workers_average_gradients_and_add_losses(on_instances, instances):
     """Three updates of four micro-batches; each worker has an input of its own."""
 
@@ -85,6 +86,7 @@ def test_workers_average_gradients_and_add_losses(on_instances, instances):
     assert [one[3] for one in told] == ([[0, 1]] if instances == 1 else [[0], [1]])
 
 
+@pytest.mark.complete
 def test_training_has_the_bits_of_a_trainer_with_a_pipeline():
     random = np.random.default_rng(0)
     x = random.standard_normal((16, 8, 4)).astype(np.float32)
@@ -149,6 +151,7 @@ def test_predictions_are_an_array_or_a_dictionary():
         next(two.predict(increasing(10, (1,))))
 
 
+@pytest.mark.complete
 def test_stages_read_the_global_step():
     seen = Seen()
 

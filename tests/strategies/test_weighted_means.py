@@ -164,6 +164,25 @@ def test_equal_weights_of_any_size_change_results_by_rounding_only(strategy):
         assert found[2] == [pytest.approx(step, rel=1e-5) for step in unweighted[2]]
 
 
+def test_residuals_of_int8_gradients_are_those_of_losses_without_weights(strategy):
+    """Residuals of a step with large weights would be large beside the gradients of a step with small ones."""
+
+    def run(transfer):
+        def loss_fn(variables, batch, key):
+            return strategies.Outcome(losses(variables, batch).mean(), weight=batch["weight"][0])
+
+        trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.03), gradient_transfer_dtype=transfer)
+        state, found = trainer.init(VARIABLES), []
+        for weight in [1e5, 1, 0, 1e5, 1] * 2:  # 0 on the first replica only
+            weights = np.full(len(X[0]), max(weight, 1), np.float32)
+            weights[: len(weights) // REPLICAS] = weight
+            state, metrics = trainer.step(state, {"x": X[0], "y": Y[0], "weight": weights})
+            found.append(metrics["loss"])
+        return found
+
+    assert run("int8") == pytest.approx(run(None), rel=0.02)
+
+
 def test_a_weight_is_no_notice(strategy):
     trainer = strategies.Trainer(strategy, weighted_alike(3.0), optax.sgd(0.1))
     state, _ = trainer.step(trainer.init(VARIABLES), batch_of(strategy, 0))

@@ -48,6 +48,27 @@ def test_gradients_through_collectives_are_those_of_the_weighted_mean(on_instanc
         assert own == pytest.approx(float(loss), rel=1e-5)
 
 
+WIDE = {"a": DRAW.standard_normal((64, 128)) / 8, "b": DRAW.standard_normal((128, 128)) / 8, "c": np.ones(128) / 128}
+WIDE = {name: array.astype(np.float32) for name, array in WIDE.items()}
+
+
+def with_dropout(variables, batch, key):
+    """Return a loss with a collective behind computations that take XLA long, so that it makes several at once."""
+    hidden = jax.nn.relu(jax.nn.gelu(batch["x"] @ variables["a"]) @ variables["b"])
+    loss = jnp.square((hidden * jax.random.bernoulli(key, 0.9, hidden.shape)) @ variables["c"]).mean()
+    return loss * strategies.get_replica_context().all_reduce("mean", loss)
+
+
+def test_replicas_meet_in_the_same_micro_batch(strategy):
+    """Otherwise results differ from time to time, or a replica waits for ever."""
+    batch = {"x": DRAW.standard_normal((REPLICAS * 15, 64)).astype(np.float32)}
+    options = {"gradient_accumulation_count": 3, "reduction_method": "sum"}
+    trainer = strategies.Trainer(strategy, with_dropout, optax.sgd(1.0), **options)
+    found = [trainer.step(trainer.init(WIDE), batch) for _ in range(40)]
+    assert len({strategies.fingerprint(state.variables) for state, _ in found}) == 1
+    assert len({metrics["loss"] for _, metrics in found}) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

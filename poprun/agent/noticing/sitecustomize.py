@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _WAY_OUT = "give `poprun --torch-distributed-env yes`"
 _DEVICES = "Trainer(devices={local}, num_nodes={nodes})"
-_IMPORTED = ("accelerate", "deepspeed", "transformers.trainer")
-"""Libraries that train, and are named when they are imported."""
+_DEEPSPEED = "deepspeed"
 
 _TRAINERS = {
     "lightning.fabric.fabric": "Fabric",
@@ -30,6 +29,7 @@ _TRAINERS = {
 }
 """The modules of Lightning whose trainers are named when they are made, unless their strategy is one of ours."""
 _OURS = "strategies."
+_ACCELERATE = "accelerate.state"  # its state also counts the processes of transformers
 _GROUPS = "torch.distributed.distributed_c10d"
 _HOROVOD = "horovod.torch"
 
@@ -41,14 +41,13 @@ class ImportWatch:
         self._has_said = False
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        """Warn about a library that cannot know the other instances; watch the calls of a library that can.
+        """Watch a library that has to know the other instances.
 
         Returns:
             The spec by which Python loads the module. None: Python loads it as usual.
         """
-        if name in _IMPORTED and not _knows_others():
-            self._warn(f"{name} was imported", _ways_out(""))
-        return self._looked_into(name, path) if name in _TRAINERS or name in (_GROUPS, _HOROVOD) else None
+        is_watched = name in _TRAINERS or name in (_ACCELERATE, _DEEPSPEED, _GROUPS, _HOROVOD)
+        return self._looked_into(name, path) if is_watched else None
 
     def _looked_into(self, name: str, path: Sequence[str] | None) -> ModuleSpec | None:
         spec = _find(name, path, (each for each in sys.meta_path if each is not self))
@@ -62,6 +61,10 @@ class ImportWatch:
                 self._look_at_groups(module)
             elif name == _HOROVOD:
                 self._look_at_horovod(module)
+            elif name == _ACCELERATE:
+                self._look_at_state(module)
+            elif name == _DEEPSPEED:
+                self._look_at_import(name)
             elif hasattr(module, _TRAINERS[name]):
                 self._look_at_trainer(getattr(module, _TRAINERS[name]))
 
@@ -81,6 +84,29 @@ class ImportWatch:
             return init(*words, **options)
 
         module.init_process_group = init_process_group  # type: ignore[attr-defined]
+
+    def _look_at_import(self, name: str) -> None:
+        if not _knows_others():
+            self._warn(f"{name} was imported", _ways_out(""))
+
+    def _look_at_state(self, module: ModuleType) -> None:
+        """Warn when accelerate finds no other process; a program may have made a group before."""
+        from functools import wraps
+
+        if not hasattr(module, "PartialState"):
+            return
+        init: Callable[..., None] = module.PartialState.__init__
+
+        @wraps(init)
+        def init_and_look(made: object, *words: object, **options: object) -> None:
+            knows_others, ways = _knows_others(), _ways_out("")  # accelerate sets the variables, too
+            try:
+                init(made, *words, **options)
+            finally:
+                if getattr(made, "num_processes", 1) == 1 and not knows_others:
+                    self._warn("accelerate was set up", ways)
+
+        module.PartialState.__init__ = init_and_look
 
     def _look_at_horovod(self, module: ModuleType) -> None:
         """Warn if Horovod was built without MPI, by which it finds the others."""

@@ -60,7 +60,7 @@ def parse_resources(text: str) -> tuple[Host, ...]:
         slots: Counter[str] = Counter()
         for name, (_, number) in zip(names, sorted(cores.items()), strict=True):
             slots[name] += number
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, UsageError):  # the last names Slurm
         raise UsageError(
             f"the resources of Flux cannot be understood: {cut_off(' '.join(text.split()))}; {NAME_HOSTS}"
         ) from None

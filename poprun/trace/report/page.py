@@ -167,6 +167,8 @@ _WIDTH, _LEFT, _ROW, _BAR = 900, 200, 30, 20
 _MOST_POINTS = 400
 _MOST_LAYERS = 6
 _CURVE_HEIGHT, _BELOW = 140, 22
+_LINE = 20
+"""The height of a line of a legend."""
 COLOURS = {
     "compute": ("#2a78b8", "#5aa9e6"),
     "exchange": ("#d9822b", "#f0a35e"),
@@ -198,16 +200,16 @@ def style() -> str:
 def draw_shares(titles: Sequence[str], shares: Sequence[Mapping[str, float]]) -> str:
     """Draw one bar for each instance, divided by the shares of its time."""
     shown = [each for each in CATEGORIES if any(of[each] >= 0.002 for of in shares)]
-    parts = _keys([(name, name) for name in shown])
+    parts, above = _keys([(name, name) for name in shown])
     for row, (title, of_instance) in enumerate(zip(titles, shares, strict=True)):
-        top, left = (row + 1) * _ROW, float(_LEFT)
+        top, left = above + row * _ROW, float(_LEFT)
         parts.append(f'<text x="0" y="{top + 15}">{escape(title)}</text>')
         for name in shown:
             width = of_instance[name] * (_WIDTH - _LEFT)
             said = f"<title>{escape(title)}: {name} {of_instance[name]:.1%}</title>"
             parts.append(_bar(name, left, top, width, said))
             left += width
-    return _picture((len(titles) + 1) * _ROW + 4, parts, "shares of the time")
+    return _picture(above + len(titles) * _ROW + 4, parts, "shares of the time")
 
 
 def draw_path(path: Sequence[tuple[str, str, float]]) -> str:
@@ -261,10 +263,10 @@ def draw_curves(
     low = min(0.0, *(float(y.min()) for _, y in known.values()))
     top = max(0.0, *(float(y.max()) for _, y in known.values())) if most is None else most
     top = top if top > low else 1.0
-    parts = _keys([(f"key{number % len(COLOURS)}", name) for number, name in enumerate(known)])
-    bottom = _ROW + _CURVE_HEIGHT
-    parts.append(f'<path class="axis" d="M{_LEFT / 2:.0f} {_ROW}V{bottom}H{_WIDTH}"/>')
-    parts.append(f'<text x="0" y="{_ROW + 12}">{top:.3g} {escape(unit)}</text>')
+    parts, above = _keys([(f"key{number % len(COLOURS)}", name) for number, name in enumerate(known)])
+    bottom = above + _CURVE_HEIGHT
+    parts.append(f'<path class="axis" d="M{_LEFT / 2:.0f} {above}V{bottom}H{_WIDTH}"/>')
+    parts.append(f'<text x="0" y="{above + 12}">{top:.3g} {escape(unit)}</text>')
     parts.append(f'<text x="0" y="{bottom}">{low:.3g}</text>')
     parts.append(f'<text x="{_LEFT / 2:.0f}" y="{bottom + 18}">{left:.4g}</text>')
     parts.append(f'<text x="{_WIDTH}" y="{bottom + 18}" text-anchor="end">{escape(across.name)} {right:.4g}</text>')
@@ -272,9 +274,17 @@ def draw_curves(
         x, y = _thinned(x, y)
         across_px = _LEFT / 2 + (x - left) / ((right - left) or 1) * (_WIDTH - _LEFT / 2)
         up_px = bottom - (np.minimum(y, top) - low) / (top - low) * _CURVE_HEIGHT
-        points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(across_px.tolist(), up_px.tolist(), strict=True))
-        parts.append(f'<polyline class="line{number % len(COLOURS)}" points="{points}"/>')
+        points = list(zip(across_px.tolist(), up_px.tolist(), strict=True))
+        parts.append(_line(number % len(COLOURS), points))
     return _picture(bottom + _BELOW, parts, f"{unit or next(iter(known))} over {across.name}")
+
+
+def _line(colour: int, points: Sequence[tuple[float, float]]) -> str:
+    """Return a line through points, or a dot for a single one."""
+    if len(points) == 1:
+        return '<circle class="key{}" cx="{:.1f}" cy="{:.1f}" r="3"/>'.format(colour, *points[0])
+    drawn = " ".join(f"{across:.1f},{up:.1f}" for across, up in points)
+    return f'<polyline class="line{colour}" points="{drawn}"/>'
 
 
 def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -287,14 +297,17 @@ def _bar(category: str, left: float, top: int, width: float, said: str) -> str:
     return f'<rect class="{category}" x="{left:.1f}" y="{top}" width="{width:.1f}" height="{_BAR}">{said}</rect>'
 
 
-def _keys(names: Sequence[tuple[str, str]]) -> list[str]:
-    """Return a legend of the colours."""
-    parts, left = [], 0
+def _keys(names: Sequence[tuple[str, str]]) -> tuple[list[str], int]:
+    """Return a legend of the colours, in as many lines as its width needs, and its height."""
+    parts, left, top = [], 0, 4
     for name, words in names:
-        parts.append(f'<rect class="{name}" x="{left}" y="4" width="12" height="12"/>')
-        parts.append(f'<text x="{left + 16}" y="15">{escape(words)}</text>')
-        left += 30 + 8 * len(words)
-    return parts
+        width = 30 + 8 * len(words)
+        if left and left + width > _WIDTH:
+            left, top = 0, top + _LINE
+        parts.append(f'<rect class="{name}" x="{left}" y="{top}" width="12" height="12"/>')
+        parts.append(f'<text x="{left + 16}" y="{top + 11}">{escape(words)}</text>')
+        left += width
+    return parts, top - 4 + _ROW
 
 
 def _picture(height: int, parts: Sequence[str], label: str) -> str:

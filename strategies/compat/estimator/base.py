@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar, Self
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 import optax
@@ -25,18 +25,33 @@ from strategies.checkpoints.loading import find_checkpoint
 from strategies.compat.estimator.model_in_mode import REPORTED, UNUSED, ModelInMode, dealt
 from strategies.compat.estimator.run_config import InputFunction, ModeKeys, RunConfig, check_steps
 from strategies.compat.estimator.spec import IPUEstimatorSpec
-from strategies.data.sources import InputContext
+from strategies.data.sources import InputContext, Masked
 from strategies.errors import CheckpointError
 from strategies.ipu import IPUStrategy
 from strategies.strategy import Strategy, get_strategy
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
-from strategies.typing import Leaf, Tree
+from strategies.typing import Element, Function, Leaf, Metric, Tree
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _NAME = re.compile(r"\.(?:variables|model_state)\['(.*)'\]")
 _FAR = 1 << 60
 _SIZES = {ModeKeys.TRAIN: "train_batch_size", ModeKeys.EVAL: "eval_batch_size", ModeKeys.PREDICT: "predict_batch_size"}
+
+
+class EstimatorModel(NamedTuple):
+    """A model in a mode, for a trainer.
+
+    Attributes:
+        call: Function of the parts of an element that returns a spec.
+        steps: Number of iterations of an update.
+        options: Options of the trainer.
+    """
+
+    call: Callable[..., IPUEstimatorSpec]
+    steps: int = 1
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
 class Estimator(ABC):
@@ -61,10 +76,10 @@ class Estimator(ABC):
 
     def __init__(
         self,
-        model_fn: Callable[..., Any],
+        model_fn: Function,
         model_dir: str | Path | None = None,
         config: RunConfig | None = None,
-        params: Mapping[str, Any] | None = None,
+        params: Mapping[str, object] | None = None,
         warm_start_from: str | Path | None = None,
         train_batch_size: int | None = None,
         eval_batch_size: int | None = None,
@@ -73,7 +88,7 @@ class Estimator(ABC):
         if not isinstance(config, RunConfig | None):
             raise wrong_type("config", config, "use a RunConfig")
         if not callable(model_fn):
-            raise ValueError("model_fn must be provided to Estimator, and be a function")
+            raise ValueError(f"model_fn is {model_fn!r}; give a function")
         self._arguments = set(inspect.signature(model_fn).parameters)
         others = self._arguments - self._takes - {"mode", "params", "config"}
         if others or "features" in self._takes - self._arguments:
@@ -82,8 +97,7 @@ class Estimator(ABC):
             raise ValueError("model_fn does not include params argument, but params is passed to Estimator")
         self.model_fn, self.config, self.params = model_fn, config or RunConfig(), dict(params or {})
         self._warm_start_from = warm_start_from
-        given = model_dir or self.config.model_dir
-        self.model_dir = None if given is None else str(given)
+        self.model_dir = str(model_dir or self.config.model_dir or "") or None
         devices = self.config.devices
         defaults = devices.ipu_options.check() if devices.ipu_options else None
         self._alone = IPUStrategy(devices.num_replicas, devices.num_shards, defaults=defaults)
@@ -98,10 +112,10 @@ class Estimator(ABC):
     def train(
         self,
         input_fn: InputFunction,
-        hooks: Sequence[Any] | None = None,
+        hooks: Sequence[object] | None = None,
         steps: int | None = None,
         max_steps: int | None = None,
-        saving_listeners: Sequence[Any] | None = None,
+        saving_listeners: Sequence[object] | None = None,
     ) -> Self:
         """Train from the newest checkpoint in `model_dir`, and save one at the end. Collective.
 
@@ -120,34 +134,42 @@ class Estimator(ABC):
             ValueError: If a number of steps does not fit, or `model_fn` returns an unfit spec.
             NotImplementedError: With a strategy, if `iterations_per_loop` is above 1.
         """
-        strategy, devices, config = self.strategy_of(ModeKeys.TRAIN), self.config.devices, self.config
-        each, save_steps = devices.iterations_per_loop, config.save_checkpoints_steps
-        log_steps = config.log_step_count_steps
-        self._check_loops(strategy is not self._alone, steps, max_steps)
-        first, batches = self._batches(input_fn, ModeKeys.TRAIN)
-        network, trainer, state, done = self._training or self._begun(strategy, first)
+        strategy, config, replicas = self.strategy_of(ModeKeys.TRAIN), self.config, self.config.devices.num_replicas
+        each, save_steps, log_steps = self._loop(steps), config.save_checkpoints_steps, config.log_step_count_steps
+        check_steps("max_steps", max_steps)
+        if steps is not None and max_steps is not None:
+            raise ValueError("Can not provide both steps and max_steps; give one")
+        if strategy is not self._alone and each > 1 and self._takes:
+            raise NotImplementedError(f"iterations_per_loop is {each}, but must be 1 with a strategy")
+        model = self._model(ModeKeys.TRAIN)
+        first, batches = self._batches(input_fn, ModeKeys.TRAIN, model.steps)
+        if self._training is None:
+            warm = self._values(self._warm_start_from)[0] if self._warm_start_from else {}
+            self._training = *self._built(ModeKeys.TRAIN, first, warm), 0
+        network, trainer, state, done = self._training
+        if trainer.strategy is not strategy:
+            raise ValueError("the estimator has trained with another strategy; use that, or a new estimator")
         hooks, listeners = [*(hooks or ()), *network.spec.training_hooks], saving_listeners or ()
-        workers = strategy.num_replicas_in_sync // devices.num_replicas
         saved_at = time.monotonic()
         with self._checkpoints(trainer) as checkpoints:
             state = checkpoints.restore(state)
-            done = checkpoints.extra.get("global_step", done)
+            done = checkpoints.extra.get("global_step", done or state.step * model.steps)
             self._training = network, trainer, state, done
             end = max_steps if steps is None else done + steps
             _call(hooks, "begin")
             while end is None or done < end:
                 losses, before = [], done
-                for batch in itertools.islice(batches, each // self._count):
+                for batch in itertools.islice(batches, each // model.steps):
                     state, metrics = trainer.step(state, _with_step(batch, before))
-                    self._training = network, trainer, state, done + self._count
-                    network.call_host(len(strategy.local_replicas) // devices.num_replicas, devices.num_replicas)
+                    done += model.steps
+                    self._training = network, trainer, state, done
+                    network.call_host(len(strategy.local_replicas) // replicas, replicas)
                     losses.append(metrics)
-                    done += self._count
                 if not losses:
                     break
                 if hooks or before // log_steps < done // log_steps:
                     loss = float(np.mean([one.get(REPORTED, one["loss"]) for one in losses], dtype=np.float64))
-                    loss *= workers if network.update else 1
+                    loss *= strategy.num_replicas_in_sync // replicas if network.update else 1
                     logger.info("loss = %s, step = %d", loss, done)
                     _call(hooks, "after_run", self, SimpleNamespace(results={"loss": loss, "global_step": done}))
                 checkpoints.extra = {"global_step": done}
@@ -160,42 +182,45 @@ class Estimator(ABC):
                 if is_due and done != end:
                     saved_at = time.monotonic()
                     checkpoints.save(state)
-                    _call(listeners, "after_save", None, done)
+                    if listeners:
+                        checkpoints.wait()
+                        strategy.broadcast(np.int32(done))  # the checkpoint is there, also for other instances
+                        _call(listeners, "after_save", None, done)
             checkpoints.save(state)
+        strategy.broadcast(np.int32(done))
         _call(listeners, "end", None, done)
         _call(hooks, "end", None)
         return self
 
     def _checkpoints(self, trainer: Trainer) -> AbstractContextManager[Any]:
-        if self.model_dir is None:
-            nothing: dict[str, Any] = {"restore": lambda state: state, "extra": {}}
-            return nullcontext(SimpleNamespace(**nothing, save=lambda state: None, after_step=lambda state: None))
-        return Checkpoints(self.model_dir, trainer, every=_FAR, keep=self.config.keep_checkpoint_max or _FAR)
+        if self.model_dir is not None:
+            return Checkpoints(self.model_dir, trainer, every=_FAR, keep=self.config.keep_checkpoint_max or _FAR)
+        of_state = dict.fromkeys(("save", "after_step", "restore"), lambda state: state)
+        return nullcontext(SimpleNamespace(**of_state, wait=lambda: None, extra={}))
 
-    def _begun(self, strategy: Strategy, element: Tree) -> tuple[ModelInMode, Trainer, TrainState, int]:
-        warm = self._values(self._warm_start_from)[0] if self._warm_start_from else {}
-        network = ModelInMode(self._model(ModeKeys.TRAIN), strategy, element, warm)
-        update, replicas = network.update, self.config.devices.num_replicas
-        if update and replicas > 1 and network.is_independent and not update.optimizer.averages_replicas:
-            raise ValueError(
-                "This is not a valid replicated training graph because no cross-replica sum or mean is in it; use a "
-                "CrossReplicaOptimizer"
-            )
-        options = self._options(network.spec)
+    def _built(self, mode: str, element: Tree, values: Mapping[str, Leaf]) -> tuple[ModelInMode, Trainer, TrainState]:
+        """Return the model for elements like this one, and its trainer and first state."""
+        devices, model = self.config.devices, self._model(mode)
+        network = ModelInMode(model.call, self.strategy_of(mode), element, values)
+        update, options = network.update, dict(model.options)
+        if network.spec.host_call and devices.iterations_per_loop > 1:
+            raise ValueError("host_call is not allowed with iterations_per_loop above 1; set it to 1")
+        if update and devices.num_replicas > 1 and network.is_independent and not update.optimizer.averages_replicas:
+            raise ValueError("This is not a valid replicated training graph; use a CrossReplicaOptimizer")
         if update:
             options["trainable"] = {name: name in update.names for name in network.trained}
-        optimizer = update.optimizer.opt if update else optax.set_to_zero()
-        trainer = Trainer(strategy, network.loss_fn, optimizer, self.config.tf_random_seed or 0, **options)
-        return network, trainer, trainer.init(network.trained, network.state), 0
+        optimizer, seed = update.optimizer.opt if update else optax.set_to_zero(), self.config.tf_random_seed or 0
+        trainer = Trainer(self.strategy_of(mode), network.loss_fn, optimizer, seed, **options)
+        return network, trainer, trainer.init(network.trained, network.state)
 
     def evaluate(
         self,
         input_fn: InputFunction,
         steps: int | None = None,
-        hooks: Sequence[Any] | None = None,
+        hooks: Sequence[object] | None = None,
         checkpoint_path: str | Path | None = None,
         name: str | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Metric]:
         """Return the metrics, the mean "loss" over batches, and the "global_step".
 
         Args:
@@ -205,14 +230,11 @@ class Estimator(ABC):
             checkpoint_path: Checkpoint, or folder of checkpoints; None for the last training or `model_dir`.
             name: Name of the evaluation in the log.
         """
-        self._check_loops(False, steps, None)
-        network, trainer, state, batches, step = self._loaded(ModeKeys.EVAL, input_fn, checkpoint_path)
-        batches, hooks = itertools.islice(batches, steps), [*(hooks or ()), *network.spec.evaluation_hooks]
+        self._loop(steps)
+        network, outputs, step = self._outputs(ModeKeys.EVAL, input_fn, checkpoint_path, steps)
+        hooks = [*(hooks or ()), *network.spec.evaluation_hooks]
         _call(hooks, "begin")
-        if network.spec.eval_metrics is None:
-            found = dict(trainer.evaluate(state, batches, metrics_fn=network.metrics_fn))
-        else:
-            found = network.host_metrics(trainer.predict(state, batches, network.arrays_fn))
+        found = network.metrics(outputs)
         _call(hooks, "end", None)
         logger.info("Evaluation %s of step %d: %s", name or "", step, found)
         return {**found, "global_step": step}
@@ -221,11 +243,11 @@ class Estimator(ABC):
         self,
         input_fn: InputFunction,
         predict_keys: Sequence[str] | None = None,
-        hooks: Sequence[Any] | None = None,
+        hooks: Sequence[object] | None = None,
         checkpoint_path: str | Path | None = None,
         yield_single_examples: bool = True,
         num_predictions: int | None = None,
-    ) -> Iterator[Any]:
+    ) -> Iterator[Tree]:
         """Yield the predictions for each row, or for all rows of a loop, of this worker alone, in order.
 
         Args:
@@ -236,15 +258,16 @@ class Estimator(ABC):
             yield_single_examples: Whether to yield row by row.
             num_predictions: Number of results after which to end; None for all data.
         """
-        network, trainer, state, batches, _ = self._loaded(ModeKeys.PREDICT, input_fn, checkpoint_path)
+        network, outputs, _ = self._outputs(ModeKeys.PREDICT, input_fn, checkpoint_path)
         hooks = [*(hooks or ()), *network.spec.prediction_hooks]
         _call(hooks, "begin")
-        outputs = trainer.predict(state, batches, network.arrays_fn)
         left = _FAR if num_predictions is None else num_predictions
         while left > 0 and (loop := list(itertools.islice(outputs, self.config.devices.iterations_per_loop))):
             rows = trees.map(_joined, *loop)
             rows = rows if predict_keys is None else {key: rows[key] for key in predict_keys}
-            count = len(trees.leaves(rows)[0])
+            count, *others = {len(leaf) for leaf in trees.leaves(rows)}
+            if others:
+                raise ValueError(f"predictions have {count} and {others[0]} rows; all need a row for each example")
             for number in range(min(count, left) if yield_single_examples else 0):
                 yield trees.map(lambda leaf: leaf[number], rows)  # noqa: B023  called at once
             if not yield_single_examples:
@@ -285,15 +308,18 @@ class Estimator(ABC):
             return None if self.model_dir is None else str(find_checkpoint(self.model_dir))
         return None
 
-    def _loaded(
-        self, mode: str, input_fn: InputFunction, path: str | Path | None
-    ) -> tuple[ModelInMode, Trainer, TrainState, Iterator[Tree], int]:
+    def _outputs(
+        self, mode: str, input_fn: InputFunction, path: str | Path | None, steps: int | None = None
+    ) -> tuple[ModelInMode, Iterator[Tree], int]:
+        """Return a model, its outputs for batches, and the global step."""
         values, step = self._values(path)
-        first, batches = self._batches(input_fn, mode)
-        network = ModelInMode(self._model(mode), self.strategy_of(mode), first, values)
-        trainer = Trainer(self.strategy_of(mode), network.loss_fn, optax.set_to_zero(), self.config.tf_random_seed or 0)
-        state = trainer.init(network.trained, network.state)
-        return network, trainer, state, (_with_step(batch, step) for batch in batches), step
+        first, batches = self._batches(input_fn, mode, 1)
+        network, trainer, state = self._built(mode, first, values)
+        if not network.is_independent:  # padding would take part in collectives
+            whole = _whole(batches)
+            batches = iter(trainer.strategy.distribute_datasets_from_function(lambda _: whole))
+        batches = (one._replace(values=_with_step(one, step)) for one in itertools.islice(batches, steps))
+        return network, trainer.predict(state, batches, network.arrays_fn), step
 
     def _values(self, path: str | Path | None) -> tuple[dict[str, Leaf], int]:
         """Return the variables by name and the global step: of a checkpoint, the last training or the newest one."""
@@ -318,58 +344,42 @@ class Estimator(ABC):
             return self.config.train_distribute or get_strategy() or self._alone
         return (self.config.eval_distribute if mode == ModeKeys.EVAL else None) or self._alone
 
-    def _named(self, mode: str) -> dict[str, Any]:
+    def _named(self, mode: str) -> dict[str, object]:
         """Return the arguments of functions besides the batch."""
         params, replicas = dict(self.params), self.config.devices.num_replicas
         workers = self.strategy_of(mode).num_replicas_in_sync // replicas
         if mode in self._batch_sizes:
             params["batch_size"], rest = divmod(positive(_SIZES[mode], self._batch_sizes[mode]), workers * replicas)
             if rest:
-                raise ValueError(
-                    f"{_SIZES[mode]} is {self._batch_sizes[mode]}; it must be divisible by the number of workers times "
-                    f"that of replicas, ({workers} * {replicas})"
-                )
+                total = f"the number of workers times that of replicas, ({workers} * {replicas})"
+                raise ValueError(f"{_SIZES[mode]} is {self._batch_sizes[mode]}; it must be divisible by {total}")
         return {"mode": mode, "params": params, "config": self.config}
 
-    def _check_loops(self, is_distributed: bool, steps: int | None, max_steps: int | None) -> None:
+    def _loop(self, steps: int | None) -> int:
+        """Return the number of iterations of a loop, after comparing it with a number of steps."""
         each = self.config.devices.iterations_per_loop
         check_steps("steps", steps)
-        check_steps("max_steps", max_steps)
-        if steps is not None and max_steps is not None:
-            raise ValueError("Can not provide both steps and max_steps; give one")
         if steps is not None and steps % each:
             raise ValueError(f"steps is {steps}; it must be a multiple of iterations_per_loop, {each}")
-        if is_distributed and each > 1 and self._takes:
-            raise NotImplementedError(f"iterations_per_loop is {each}, but must be 1 with a strategy")
-
-    @property
-    @abstractmethod
-    def _count(self) -> int:
-        """The number of iterations of an update."""
+        return each
 
     @abstractmethod
-    def _options(self, spec: IPUEstimatorSpec) -> dict[str, Any]:
-        """Return the options of the trainer."""
+    def _model(self, mode: str) -> EstimatorModel:
+        """Return the model in a mode, for a trainer."""
 
-    @abstractmethod
-    def _model(self, mode: str) -> Callable[..., IPUEstimatorSpec]:
-        """Return the function of the parts of an element that returns a spec."""
-
-    def _batches(self, input_fn: InputFunction, mode: str) -> tuple[Tree, Iterator[Tree]]:
+    def _batches(self, input_fn: InputFunction, mode: str, count: int) -> tuple[Tree, Iterator[Masked]]:
         """Return a replica's first element, and the elements of this instance's replicas for each step."""
         if not callable(input_fn):
             raise wrong_type("input_fn", input_fn, "use a function that returns an iterable of batches")
         strategy, each, named = self.strategy_of(mode), self.config.devices.num_replicas, self._named(mode)
         own, takes = strategy.local_replicas, set(inspect.signature(input_fn).parameters)
         if len(own) % each:
-            raise ValueError(
-                f"IPURunConfig has num_replicas={each}, but an instance of {type(strategy).__name__} has {len(own)} "
-                f"replicas, and a worker cannot be split; give the strategy a multiple of {each}"
-            )
+            told = f"num_replicas is {each}, but an instance has {len(own)} replicas, and a worker cannot be split"
+            raise ValueError(f"{told}; give the strategy a multiple of {each} replicas for each instance")
         if mode in self._batch_sizes and "params" not in takes:
             raise ValueError(f"{_SIZES[mode]} is given, but input_fn does not take params, where the batch size is")
 
-        def of_worker(number: int) -> Iterator[Any]:
+        def of_worker(number: int) -> Iterator[Element]:
             total = strategy.num_replicas_in_sync
             context = None if strategy is self._alone else InputContext(total // each, number, total)
             batches = input_fn(**taken({**named, "input_context": context}, takes))
@@ -377,37 +387,43 @@ class Estimator(ABC):
                 raise wrong_type("the result of input_fn", batches, "return an iterable of batches")
             return iter(batches)
 
-        def of_instance(_: InputContext) -> Iterator[Tree]:
-            inputs = [of_worker(number) for number in range(own.start // each, own.stop // each)]
-            return dealt(inputs, each, self._count if mode == ModeKeys.TRAIN else 1)
-
-        batches = iter(strategy.distribute_datasets_from_function(of_instance))
+        inputs = [of_worker(number) for number in range(own.start // each, own.stop // each)]
+        local = batches = dealt(inputs, each, count, pads=mode != ModeKeys.TRAIN)
+        if mode == ModeKeys.TRAIN:
+            batches = iter(strategy.distribute_datasets_from_function(lambda _: local))
         first = next(batches, None)
         if first is None:
             raise ValueError("input_fn returns too few batches; give at least one for each replica and micro-batch")
-        return trees.map(lambda leaf: leaf[0], first), itertools.chain([first], batches)
+        return trees.map(lambda leaf: leaf[0], first.values), itertools.chain([first], batches)
 
 
-def checked(spec: Any, kind: type[Any], mode: str) -> Any:
+def checked(spec: object, kind: type[T], mode: str) -> T:
     """Return the result of a `model_fn`; raise ValueError if it is not a spec of that kind and mode."""
-    if not isinstance(spec, kind) or spec.mode != mode:
+    if not isinstance(spec, kind) or getattr(spec, "mode", None) != mode:
         raise ValueError(f"model_fn should return an {kind.__name__} of mode {mode!r}, but returns {spec!r}")
     return spec
 
 
-def taken(named: Mapping[str, Any], takes: set[str]) -> dict[str, Any]:
+def taken(named: Mapping[str, object], takes: set[str]) -> dict[str, object]:
     """Return the arguments that a function takes."""
     return {name: value for name, value in named.items() if name in takes}
 
 
-def _with_step(batch: Tree, step: int) -> Tree:
-    return batch, np.full(len(trees.leaves(batch)[0]), step, np.int32)
+def _with_step(batch: Masked, step: int) -> Tree:
+    return batch.values, np.full(len(batch.mask), step, np.int32)
+
+
+def _whole(batches: Iterator[Masked]) -> Iterator[Masked]:
+    for one in batches:
+        if not one.mask.all():
+            raise ValueError("not all replicas have a last batch, but model_fn combines replicas; give a multiple")
+        yield one
 
 
 def _joined(*leaves: np.ndarray) -> np.ndarray:
     return np.concatenate([leaf.reshape(-1, *leaf.shape[2:]) for leaf in leaves])
 
 
-def _call(hooks: Sequence[Any], name: str, *arguments: object) -> None:
+def _call(hooks: Sequence[object], name: str, *arguments: object) -> None:
     for hook in hooks:
         getattr(hook, name, lambda *_: None)(*arguments)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
 from typing_extensions import override
 
-from strategies.compat.estimator.base import Estimator, checked, taken
+from strategies.compat.estimator.base import Estimator, EstimatorModel, checked, taken
 from strategies.compat.estimator.run_config import ModeKeys
 from strategies.compat.estimator.spec import IPUEstimatorSpec
 from strategies.typing import Tree
@@ -22,19 +21,8 @@ class IPUEstimator(Estimator):
 
     _takes = frozenset({"features", "labels"})
 
-    @property
     @override
-    def _count(self) -> int:
-        return 1
-
-    @override
-    def _options(self, spec: IPUEstimatorSpec) -> dict[str, Any]:
-        if spec.host_call is not None and self.config.devices.iterations_per_loop > 1:
-            raise ValueError("host_call is not allowed with iterations_per_loop above 1; set it to 1")
-        return {}
-
-    @override
-    def _model(self, mode: str) -> Callable[..., IPUEstimatorSpec]:
+    def _model(self, mode: str) -> EstimatorModel:
         named = taken(self._named(mode), self._arguments)
 
         def call(features: Tree, labels: Tree = None) -> IPUEstimatorSpec:
@@ -45,4 +33,4 @@ class IPUEstimator(Estimator):
             found: IPUEstimatorSpec = checked(spec, IPUEstimatorSpec, mode)
             return found
 
-        return call
+        return EstimatorModel(call)

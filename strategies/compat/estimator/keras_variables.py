@@ -22,14 +22,14 @@ class KerasVariables(keras.StatelessScope):
         super().__init__(initialize_variables=False)
         self._call = call
         self._names: dict[int, str] = {}
-        self._seen: list[Any] = []  # keeps the identities of variables from being used again
+        self._seen: list[keras.Variable] = []  # keeps the identities of variables from being used again
         self._pending = list(global_state.get_global_attribute(_PENDING, []))
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         global_state.set_global_attribute(_PENDING, self._pending)  # Keras would initialize those of the call
 
-    def get_current_value(self, variable: Any) -> Leaf:
+    def get_current_value(self, variable: keras.Variable) -> Leaf:
         """Return the value of a variable; the first request decides its place among the variables of the model."""
         if id(variable) not in self.state_mapping:
             self._seen.append(variable)
@@ -41,7 +41,7 @@ class KerasVariables(keras.StatelessScope):
             self.state_mapping[id(variable)] = value
         return self.state_mapping[id(variable)]
 
-    def add_update(self, update: tuple[Any, Leaf]) -> None:
+    def add_update(self, update: tuple[keras.Variable, Leaf]) -> None:
         """Keep the value that a layer assigns."""
         variable, value = update
         self.get_current_value(variable)
@@ -50,9 +50,9 @@ class KerasVariables(keras.StatelessScope):
             self._call.assigned[self._names[id(variable)]] = value
 
 
-def fill(model: Any, values: Mapping[str, Leaf]) -> None:
+def fill(model: keras.Model, values: Mapping[str, Leaf]) -> None:
     """Give a built model the trained values; raise ValueError if one of its variables was not trained."""
-    named: dict[str, Any] = {}
+    named: dict[str, keras.Variable] = {}
     for variable in model.variables:
         if not _is_random_state(variable):
             named[unique_name(variable.path, named)] = variable
@@ -62,7 +62,7 @@ def fill(model: Any, values: Mapping[str, Leaf]) -> None:
         variable.assign(values[name])
 
 
-def _is_random_state(variable: Any) -> bool:
+def _is_random_state(variable: keras.Variable) -> bool:
     return not variable.trainable and tuple(variable.shape) == (2,) and variable.dtype == "uint32"
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,17 @@ import numpy as np
 
 import strategies.trees as trees
 from strategies.compat.estimator.run_config import ModeKeys
-from strategies.compat.estimator.spec import Gradient, IPUEstimatorSpec, Update, arguments_of
+from strategies.compat.estimator.spec import Gradient, IPUEstimatorSpec, Update
 from strategies.compat.estimator.variables import CallVariables
+from strategies.data.sources import Masked
 from strategies.jax.evaluation.mean import Mean
 from strategies.jax.feeds.outfeed import OutfeedQueue
 from strategies.jax.replicas.replica_context import replica_context
 from strategies.outcome import Outcome
 from strategies.strategy import Strategy
-from strategies.typing import Batch, Function, Key, Leaf, Tree, Variables
+from strategies.typing import Batch, Element, Function, Key, Leaf, Metric, Tree, Variables
 
+logger = logging.getLogger(__name__)
 UNUSED = "(none)"
 REPORTED = "reported"
 
@@ -78,39 +80,31 @@ class ModelInMode:
         """Return the loss to differentiate, and the loss to report if it is another one."""
         spec, own, update = self._in_step(variables, batch, key, state)
         loss = spec.loss if update is None else update.loss
-        metrics = {} if loss is spec.loss else {REPORTED: _scalar(spec.loss)}
-        if arrays := [one for one in arguments_of(spec.host_call) if not isinstance(one, Gradient)]:
+        metrics = {} if loss is spec.loss else {REPORTED: 1.0 * _scalar(spec.loss, "loss")}
+        if arrays := [one for one in spec.host_arguments if not isinstance(one, Gradient)]:
             self._outfeed.enqueue([jax.lax.stop_gradient(jnp.asarray(one)) for one in arrays])
         after = {name: own.assigned.get(name, own.values[name]) for name in self.state} if self.state else None
-        return Outcome(_scalar(loss), metrics, after)
-
-    def metrics_fn(self, variables: Variables, batch: Batch, mask: Leaf, key: Key, *state: Tree) -> dict[str, Any]:
-        """Return the loss and the metrics of an element."""
-        spec, _, _ = self._in_step(variables, batch, key, state)
-        found = {"loss": _scalar(spec.loss), **(spec.eval_metric_ops or {})}
-        merged = {name: one for name, one in found.items() if hasattr(one, "merge")}
-        return {
-            name: Mean.of(jnp.asarray(one)[None], mask) for name, one in found.items() if name not in merged
-        } | merged
+        return Outcome(1.0 * _scalar(loss, "loss"), metrics, after)  # a float, if it is an integer
 
     def arrays_fn(self, variables: Variables, batch: Batch, key: Key, *state: Tree) -> Tree:
-        """Return the predictions for an element, or its loss and the arrays for `eval_metrics`, with an axis before."""
+        """Return the predictions for an element, or its metrics and arrays for `eval_metrics`, with an axis before."""
         spec, _, _ = self._in_step(variables, batch, key, state)
-        found = spec.predictions if spec.eval_metrics is None else (_scalar(spec.loss), spec.eval_metrics[1])
+        found = spec.predictions
+        if spec.mode == ModeKeys.EVAL:
+            found = _means({"loss": spec.loss, **(spec.eval_metric_ops or {})}), (spec.eval_metrics or (dict, []))[1]
         return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], found)
 
-    def host_metrics(self, batches: Iterable[Tree]) -> dict[str, Any]:
-        """Merge the losses and the results of `eval_metrics`, batch by batch and replica by replica."""
-        merged: dict[str, Any] = {}
-        function = self.spec.eval_metrics[0] if self.spec.eval_metrics else dict
-        for losses, arrays in batches:
-            for replica, loss in enumerate(losses):
-                own = trees.map(lambda leaf: leaf[replica], arrays)  # noqa: B023  called at once
-                found = {"loss": loss, **(function(**own) if isinstance(own, Mapping) else function(*own))}
+    def metrics(self, batches: Iterable[Tree]) -> dict[str, Metric]:
+        """Merge the metrics, and those of `eval_metrics`, element by element."""
+        merged: dict[str, Mean] = {}
+        function = (self.spec.eval_metrics or (dict, []))[0]
+        for batch in batches:
+            for row in range(len(trees.leaves(batch)[0])):
+                found, arrays = trees.map(lambda leaf: leaf[row], batch)  # noqa: B023  called at once
+                found |= _means(function(**arrays) if isinstance(arrays, Mapping) else function(*arrays))
                 for name, one in found.items():
-                    metric = one if hasattr(one, "merge") else Mean(np.float64(one), np.float64(1))
-                    merged[name] = merged[name].merge(metric) if name in merged else metric
-        return {name: one.value if isinstance(one, Mean) else one for name, one in merged.items()}
+                    merged[name] = merged[name].merge(one.widened()) if name in merged else one.widened()
+        return {name: one.value for name, one in merged.items()}
 
     def call_host(self, workers: int, replicas: int) -> None:
         """Call the function of `host_call` once for each worker of this instance.
@@ -121,7 +115,7 @@ class ModelInMode:
         """
         if self.spec.host_call is None:
             return
-        function, given = self.spec.host_call[0], arguments_of(self.spec.host_call)
+        function, given = self.spec.host_call
         handles = {one.name for one in given if isinstance(one, Gradient)}
         fed = self._outfeed.dequeue() if len(handles) < len(given) else []
         lead = 1 if workers * replicas == 1 else 2
@@ -143,38 +137,57 @@ def _keras_scope(own: CallVariables) -> AbstractContextManager[object]:
     return KerasVariables(own)
 
 
-def _scalar(loss: Leaf) -> Leaf:
-    loss = jnp.asarray(loss)
-    return (loss if jnp.issubdtype(loss.dtype, jnp.floating) else loss.astype(jnp.float32)).reshape(())
+def _means(found: Mapping[str, Metric]) -> dict[str, Mean]:
+    return {name: one if isinstance(one, Mean) else Mean(_scalar(one, name), 1.0) for name, one in found.items()}
 
 
-def dealt(inputs: Sequence[Iterator[Any]], replicas: int, count: int) -> Iterator[Tree]:
-    """Yield the elements of an instance's replicas for each step, stacked, as long as all inputs have enough.
+def _scalar(value: Leaf, name: str) -> Leaf:
+    array = (
+        value
+        if hasattr(value, "shape")
+        else np.asarray(value)
+        if isinstance(value, int | float)
+        else jnp.asarray(value)
+    )
+    if array.size != 1:
+        raise ValueError(f"{name} of model_fn is of shape {list(array.shape)}; it must be a scalar, such as a mean")
+    return array.reshape(())
+
+
+def dealt(inputs: Sequence[Iterator[Element]], replicas: int, count: int, pads: bool) -> Iterator[Masked]:
+    """Yield the elements of an instance's replicas for each step, stacked, with their mask.
 
     Args:
         inputs: Input of each worker.
         replicas: Number of replicas of a worker. Element i * replicas + r is micro-batch i of replica r.
         count: Number of micro-batches of a step.
+        pads: Whether to repeat an element for replicas that have none left, from the second step on. If not, end, and
+            warn of elements that are left.
 
     Raises:
         ValueError: If batches differ in their shapes.
     """
-    first = None
+    first, each = None, replicas * count
     while True:
-        rows: list[Tree] = []
-        for own in inputs:
-            part = [_element(one) for one in islice(own, replicas * count)]
-            if len(part) < replicas * count:
-                return
-            rows += [one for replica in range(replicas) for one in part[replica::replicas]]
-        shapes = [trees.map(lambda leaf: (leaf.shape, leaf.dtype), row) for row in rows]
-        first = first or shapes[0]
-        if other := [one for one in shapes if one != first]:
-            raise ValueError(f"a batch of input_fn has {other[0]}, but the first has {first}; drop the remainder")
-        yield trees.map(lambda *leaves: np.stack(leaves), *rows)
+        parts = [[_element(one) for one in islice(own, each)] for own in inputs]
+        mask = np.array([number < len(part) for part in parts for number in range(each)])
+        if not mask.any() or not (mask.all() or (pads and first)):
+            if mask.any():
+                logger.warning("%d batches of input_fn are not used, because not all replicas have one", mask.sum())
+            return
+        first = first or parts[0][0]
+        parts = [part + [first] * (each - len(part)) for part in parts]
+        rows = [one for part in parts for replica in range(replicas) for one in part[replica::replicas]]
+        if other := [_shapes(one) for one in rows if _shapes(one) != _shapes(first)]:
+            raise ValueError(f"a batch of input_fn has {other[0]}, but the first {_shapes(first)}; drop the remainder")
+        yield Masked(trees.map(lambda *leaves: np.stack(leaves), *rows), mask)
 
 
-def _element(given: Any) -> tuple[Tree, ...]:
+def _shapes(element: Tree) -> Tree:
+    return trees.map(lambda leaf: (leaf.shape, leaf.dtype), element)
+
+
+def _element(given: Element) -> tuple[Tree, ...]:
     parts = tuple(given) if isinstance(given, tuple | list) else (given,)
     if len(parts) > 2:
         raise ValueError(f"a batch of input_fn has {len(parts)} parts; give features, or (features, labels)")

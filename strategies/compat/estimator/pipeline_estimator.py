@@ -10,16 +10,16 @@ from typing import Any, final
 from typing_extensions import override
 
 from strategies.argument_checks import positive
-from strategies.compat.estimator.base import Estimator, checked, taken
+from strategies.compat.estimator.base import Estimator, EstimatorModel, checked, taken
 from strategies.compat.estimator.run_config import ModeKeys
-from strategies.compat.estimator.spec import EstimatorOptimizer, IPUEstimatorSpec
+from strategies.compat.estimator.spec import CrossReplicaOptimizer, IPUEstimatorSpec
 from strategies.compat.functions.optimizer_function import OptimizerFunctionOutput
 from strategies.compat.functions.stage_functions import StageFunctions, listed
 from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.pipelines.mapping import DeviceMapping, Stage, num_devices
 from strategies.pipelines.marks import pipeline_stage
 from strategies.pipelines.pipelining import Pipelining
-from strategies.typing import Tree
+from strategies.typing import Metric, Tree
 
 _OF_PIPELINE = ("recomputation_mode", "offload_activations", "offload_gradient_accumulation_buffers")
 _OF_STEP = {
@@ -53,13 +53,13 @@ class IPUPipelineEstimatorSpec:
         mode: str,
         computational_stages: Sequence[Stage],
         gradient_accumulation_count: int | None = None,
-        eval_metrics_fn: Callable[..., Mapping[str, Any]] | None = None,
+        eval_metrics_fn: Callable[..., Mapping[str, Metric]] | None = None,
         optimizer_function: Callable[..., OptimizerFunctionOutput] | None = None,
         device_mapping: DeviceMapping | None = None,
         loss_accumulator_dtype: object = None,
-        training_hooks: Sequence[Any] = (),
-        evaluation_hooks: Sequence[Any] = (),
-        prediction_hooks: Sequence[Any] = (),
+        training_hooks: Sequence[object] = (),
+        evaluation_hooks: Sequence[object] = (),
+        prediction_hooks: Sequence[object] = (),
         reduction_method: GradientAccumulationReductionMethod | str = GradientAccumulationReductionMethod.SUM,
         **pipeline_op_kwargs: Any,
     ) -> None:
@@ -72,7 +72,10 @@ class IPUPipelineEstimatorSpec:
         self.mode, self.stages, self.mapping = mode, computational_stages, device_mapping
         self.count = gradient_accumulation_count
         self.eval_metrics_fn, self.optimizer_function = eval_metrics_fn or dict, optimizer_function or dict
-        self.hooks: dict[str, Any] = {"training_hooks": training_hooks, "evaluation_hooks": evaluation_hooks}
+        self.hooks: dict[str, Any] = {
+            "training_hooks": training_hooks,
+            "evaluation_hooks": evaluation_hooks,
+        }
         self.hooks["prediction_hooks"] = prediction_hooks
         self.method = GradientAccumulationReductionMethod.parse(reduction_method)
         self.options = pipeline_op_kwargs
@@ -100,44 +103,28 @@ class IPUPipelineEstimator(Estimator):
 
     _takes = frozenset[str]()
 
-    @property
-    @override
-    def _count(self) -> int:
-        devices, count = self.config.devices, positive("gradient_accumulation_count", self._pipeline("train").count)
-        if devices.iterations_per_loop % count:
-            raise ValueError(
-                f"iterations_per_loop is {devices.iterations_per_loop}; it must be a multiple of the "
-                f"gradient_accumulation_count, {count}"
-            )
-        return count
-
     @functools.cache  # noqa: B019  an estimator has few modes
     def _pipeline(self, mode: str) -> IPUPipelineEstimatorSpec:
-        spec: IPUPipelineEstimatorSpec = checked(
-            self.model_fn(**taken(self._named(mode), self._arguments)), IPUPipelineEstimatorSpec, mode
-        )
-        shards = self.config.devices.num_shards
-        used = num_devices(spec.mapping, len(spec.stages))
+        given = self.model_fn(**taken(self._named(mode), self._arguments))
+        spec: IPUPipelineEstimatorSpec = checked(given, IPUPipelineEstimatorSpec, mode)
+        shards, used = self.config.devices.num_shards, num_devices(spec.mapping, len(spec.stages))
         if not shards / 2 < used <= shards:
-            raise ValueError(
-                f"the pipeline uses {used} devices, but num_shards is {shards}; it must be the power of two that holds "
-                "them"
-            )
+            raise ValueError(f"the pipeline uses {used} devices, but num_shards is {shards}; round {used} up to 2**n")
         return spec
 
     @override
-    def _options(self, spec: IPUEstimatorSpec) -> dict[str, Any]:
-        own = self._pipeline("train")
-        of_pipeline = {name: own.options[name] for name in _OF_PIPELINE if name in own.options}
-        of_step = {ours: own.options[name] for name, ours in _OF_STEP.items() if name in own.options}
-        mapping = own.mapping if own.mapping is not None else list(range(len(own.stages)))
-        pipeline = Pipelining(mapping, own.options.get("pipeline_schedule"), allow_idle_devices=True, **of_pipeline)
-        step = {"gradient_accumulation_count": own.count, "reduction_method": own.method}
-        return {"pipeline": pipeline, **step, **of_step}
-
-    @override
-    def _model(self, mode: str) -> Callable[..., IPUEstimatorSpec]:
-        own = self._pipeline(mode)
+    def _model(self, mode: str) -> EstimatorModel:
+        own, count, options = self._pipeline(mode), 1, {}
+        if mode == ModeKeys.TRAIN:
+            count, each = positive("gradient_accumulation_count", own.count), self.config.devices.iterations_per_loop
+            if each % count:
+                told = f"iterations_per_loop is {each}"
+                raise ValueError(f"{told}; it must be a multiple of the gradient_accumulation_count, {count}")
+            mapping = own.mapping if own.mapping is not None else list(range(len(own.stages)))
+            of_pipeline = {name: own.options[name] for name in _OF_PIPELINE if name in own.options}
+            pipeline = Pipelining(mapping, own.options.get("pipeline_schedule"), allow_idle_devices=True, **of_pipeline)
+            options = {ours: own.options[name] for name, ours in _OF_STEP.items() if name in own.options}
+            options |= {"pipeline": pipeline, "gradient_accumulation_count": count, "reduction_method": own.method}
 
         def call(*element: Tree) -> IPUEstimatorSpec:
             outputs = own.outputs(*element)
@@ -149,12 +136,10 @@ class IPUPipelineEstimator(Estimator):
                 metrics = dict(own.eval_metrics_fn(*outputs))
                 return IPUEstimatorSpec(mode, loss=metrics.pop("loss", 0.0), eval_metric_ops=metrics, **own.hooks)
             with pipeline_stage(len(own.stages) - 1):
-                found: Any = own.optimizer_function(*outputs)
+                found: object = own.optimizer_function(*outputs)
                 if not isinstance(found, OptimizerFunctionOutput) or found.gradient_capture_context is not None:
                     raise TypeError(f"the optimizer_function returns {found!r}; return a plain OptimizerFunctionOutput")
-                update = EstimatorOptimizer(found.opt, averages_replicas=True).minimize(
-                    found.loss, None, found.variables
-                )
+                update = CrossReplicaOptimizer(found.opt).minimize(found.loss, None, found.variables)
                 return IPUEstimatorSpec(mode, loss=found.loss, train_op=update, **own.hooks)
 
-        return call
+        return EstimatorModel(call, count, options)

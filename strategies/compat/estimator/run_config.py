@@ -9,8 +9,9 @@ from typing import Any
 from strategies.argument_checks import at_least, positive, wrong_type
 from strategies.compat.config.configured import IPUConfig, ipus_of_group
 from strategies.strategy import Strategy
+from strategies.typing import Element
 
-InputFunction = Callable[..., Iterable[Any]]
+InputFunction = Callable[..., Iterable[Element]]
 
 
 class ModeKeys:
@@ -41,15 +42,13 @@ class IPURunConfig:
         at_least(0, "ordinal", self.ordinal)
         positive("prefetch_depth", 3 if self.prefetch_depth is None else self.prefetch_depth)
         _require("ipu_options", self.ipu_options, IPUConfig)
-        needed = self.num_replicas * self.num_shards
-        asked = f"{needed} devices ({self.num_replicas} num_replicas times {self.num_shards} num_shards)"
-        if self.ipu_options is None and needed > 1:
-            raise ValueError(f"IPURunConfig has {asked}, but no ipu_options; give an IPUConfig with so many IPUs")
-        found = 1 if self.ipu_options is None else self._configured(self.ipu_options)
+        needed, found = self.num_replicas * self.num_shards, self._configured()
         if found != needed:
-            raise ValueError(f"IPURunConfig has {asked}, but ipu_options has {found} at ordinal {self.ordinal}")
+            asked = f"{needed} devices ({self.num_replicas} num_replicas times {self.num_shards} num_shards)"
+            raise ValueError(f"IPURunConfig has {asked}, but ipu_options has {found}; give an IPUConfig with {needed}")
 
-    def _configured(self, config: IPUConfig) -> int:
+    def _configured(self) -> int:
+        config = self.ipu_options or IPUConfig()
         given, groups = config.auto_select_ipus, config.select_ipus
         counts = [given] if isinstance(given, int) else list(given)
         counts += [ipus_of_group(one) for one in ([groups] if isinstance(groups, int) else groups)]
@@ -99,8 +98,8 @@ class TrainSpec:
 
     input_fn: InputFunction
     max_steps: int | None = None
-    hooks: Sequence[Any] | None = None
-    saving_listeners: Sequence[Any] | None = None
+    hooks: Sequence[object] | None = None
+    saving_listeners: Sequence[object] | None = None
 
     def __post_init__(self) -> None:
         check_steps("max_steps", self.max_steps)
@@ -117,7 +116,7 @@ class EvalSpec:
     input_fn: InputFunction
     steps: int | None = 100
     name: str | None = None
-    hooks: Sequence[Any] | None = None
+    hooks: Sequence[object] | None = None
     exporters: Any = ()
     start_delay_secs: float = 120
     throttle_secs: float = 600

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import optax
 
@@ -12,9 +11,8 @@ from strategies.argument_checks import wrong_type
 from strategies.compat.estimator.run_config import ModeKeys
 from strategies.compat.estimator.variables import current_call
 from strategies.jax.updates.optimizers import AnyOptimizer, MapGradientOptimizer
-from strategies.typing import Leaf, Tree
-
-HostCall = tuple[Callable[..., Any], Sequence[Any] | Mapping[str, Any]]
+from strategies.outcome import Outcome
+from strategies.typing import Function, Leaf, Metric, Tree
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +22,7 @@ class Gradient:
     optimizer: EstimatorOptimizer
     loss: Leaf
     name: str
+    variable: Leaf
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,11 +49,11 @@ class EstimatorOptimizer:
             raise wrong_type("opt", opt, "use a gradient transformation of optax")
         self.averages_replicas = averages_replicas
 
-    def minimize(self, loss: Leaf, global_step: object = None, var_list: Sequence[Any] | None = None) -> Update:
+    def minimize(self, loss: Leaf, global_step: object = None, var_list: Sequence[Leaf] | None = None) -> Update:
         """Return the update by the gradients of a loss, as a `train_op`."""
         return self.apply_gradients(self.compute_gradients(loss, var_list), global_step)
 
-    def compute_gradients(self, loss: Leaf, var_list: Sequence[Any] | None = None) -> list[tuple[Gradient, Any]]:
+    def compute_gradients(self, loss: Leaf, var_list: Sequence[Leaf] | None = None) -> list[tuple[Gradient, Leaf]]:
         """Return a handle of the gradient for each variable, and the variable.
 
         Args:
@@ -65,28 +64,32 @@ class EstimatorOptimizer:
             ValueError: If there is no variable, or one is not known.
         """
         known = current_call("compute_gradients").trained
-        chosen = [(name, one) for name, one in known.items() if var_list is None or any(one is own for own in var_list)]
-        if not chosen or len(chosen) < len(var_list or ()):
+        asked = list(known.values()) if var_list is None else list(var_list)
+        chosen = [(name, one) for own in asked for name, one in known.items() if one is own]
+        if not chosen or len(chosen) < len(asked):
             raise ValueError(f"No variables to optimize, or other ones than {', '.join(known) or 'none'}")
-        return [(Gradient(self, loss, name), one) for name, one in chosen]
+        return [(Gradient(self, loss, name, one), one) for name, one in chosen]
 
-    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: object = None) -> Update:
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Leaf, Leaf]], global_step: object = None) -> Update:
         """Return the update by gradients that `compute_gradients` of this optimizer returned, as a `train_op`.
 
         Raises:
             TypeError: If a gradient is anything else, for example a changed one.
-            ValueError: If there is no gradient; or a `global_step`, because the estimator counts the steps.
+            ValueError: If there is no gradient, gradients are of several losses, or a variable is not the gradient's
+                own. If there is a `global_step`, because the estimator counts the steps.
         """
-        gradients = [gradient for gradient, _ in grads_and_vars]
-        if not gradients or global_step is not None:
+        pairs = list(grads_and_vars)
+        if not pairs or global_step is not None:
             raise ValueError("No gradients provided for any variable, or a global_step, which the estimator increments")
-        for one in gradients:
+        for one, variable in pairs:
             if not isinstance(one, Gradient) or one.optimizer is not self:
                 raise TypeError(
                     f"apply_gradients gets {one!r}, not a gradient of its optimizer's compute_gradients; to change "
                     "gradients, give EstimatorOptimizer a MapGradientOptimizer or an optax.chain"
                 )
-        return Update(self, gradients[0].loss, frozenset(one.name for one in gradients))
+            if variable is not one.variable or one.loss is not pairs[0][0].loss:
+                raise ValueError("a gradient is of another variable or loss; keep the pairs, and add several losses")
+        return Update(self, pairs[0][0].loss, frozenset(one.name for one, _ in pairs))
 
 
 def CrossReplicaOptimizer(opt: AnyOptimizer | EstimatorOptimizer) -> EstimatorOptimizer:
@@ -117,13 +120,13 @@ class IPUEstimatorSpec:
     mode: str
     predictions: Tree = None
     loss: Leaf = None
-    train_op: Any = None
-    eval_metric_ops: Mapping[str, Any] | None = None
-    eval_metrics: HostCall | None = None
-    host_call: HostCall | None = None
-    training_hooks: Sequence[Any] = ()
-    evaluation_hooks: Sequence[Any] = ()
-    prediction_hooks: Sequence[Any] = ()
+    train_op: Update | AnyOptimizer | Leaf = None
+    eval_metric_ops: Mapping[str, Metric] | None = None
+    eval_metrics: tuple[Function, Sequence[Leaf] | Mapping[str, Leaf]] | None = None
+    host_call: tuple[Function, Sequence[Leaf]] | None = None
+    training_hooks: Sequence[object] = ()
+    evaluation_hooks: Sequence[object] = ()
+    prediction_hooks: Sequence[object] = ()
 
     def __post_init__(self) -> None:
         needed = {ModeKeys.TRAIN: ("loss", "train_op"), ModeKeys.EVAL: ("loss",), ModeKeys.PREDICT: ("predictions",)}
@@ -133,23 +136,26 @@ class IPUEstimatorSpec:
             raise ValueError(f"Missing {missing[0]}; IPUEstimatorSpec needs it in mode {self.mode!r}")
         if self.mode == ModeKeys.EVAL and (self.eval_metric_ops is None) == (self.eval_metrics is None):
             raise ValueError("give exactly one of eval_metric_ops and eval_metrics in mode 'eval'")
-        for name in ("host_call", "eval_metrics"):
-            call = getattr(self, name)
-            if call is not None and not (isinstance(call, tuple) and len(call) == 2 and callable(call[0])):
-                raise wrong_type(name, call, "use a tuple of a function and its arrays")
-            if call is not None and not isinstance(call[1], list | tuple | Mapping):
-                raise wrong_type(f"{name}[1]", call[1], "use a list of arrays")
+        for name, kinds in (("host_call", list | tuple), ("eval_metrics", list | tuple | Mapping)):
+            function, arrays = (
+                call if isinstance(call := getattr(self, name), tuple) and len(call) == 2 else (None, None)
+            )
+            if call is not None and not (callable(function) and isinstance(arrays, kinds)):
+                raise wrong_type(name, call, "use a tuple of a function and a list of arrays")
+        if isinstance(self.loss, Outcome):
+            raise wrong_type("loss", self.loss, "use a scalar; an estimator knows no weights of replicas")
+
+    @property
+    def host_arguments(self) -> Sequence[Leaf]:
+        """The arguments of the function of `host_call`."""
+        return self.host_call[1] if self.host_call else ()
 
     def update(self) -> Update | None:
         """Return the update of a training step; None if it changes no variable. Call it inside of `model_fn`."""
-        if isinstance(self.train_op, Update):
-            return self.train_op
-        handles = [one for one in arguments_of(self.host_call) if isinstance(one, Gradient)]
+        handles = [one for one in self.host_arguments if isinstance(one, Gradient)]
+        if hasattr(self.train_op, "shape"):
+            return handles[0].optimizer.apply_gradients((one, one.variable) for one in handles) if handles else None
         if handles:
-            return handles[0].optimizer.apply_gradients((one, None) for one in handles)
-        return None if hasattr(self.train_op, "shape") else EstimatorOptimizer(self.train_op).minimize(self.loss)
-
-
-def arguments_of(call: HostCall | None) -> list[Any]:
-    """Return the arguments of a function that the host calls."""
-    return [] if call is None else list(call[1].values() if isinstance(call[1], Mapping) else call[1])
+            raise ValueError("both train_op and host_call update variables; give the loss as train_op")
+        given = self.train_op
+        return given if isinstance(given, Update) else EstimatorOptimizer(given).minimize(self.loss)

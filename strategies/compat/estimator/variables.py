@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from strategies.typing import Key, Leaf
 
@@ -34,12 +34,12 @@ class CallVariables:
 
     def __init__(self, given: Mapping[str, Leaf], key: Key, global_step: Leaf) -> None:
         self.values: dict[str, Leaf] = {}
-        self.trained: dict[str, Any] = {}
+        self.trained: dict[str, Leaf] = {}
         self.assigned: dict[str, Leaf] = {}
         self.global_step = global_step
         self._given, self._key = given, key
 
-    def read(self, name: str, initial: Callable[[], Leaf], is_trained: bool, handle: Any = None) -> Leaf:
+    def read(self, name: str, initial: Callable[[], Leaf], is_trained: bool, handle: Leaf = None) -> Leaf:
         """Return the value of a variable that the call reads for the first time."""
         if self._given and name not in self._given:
             known = ", ".join(self._given)
@@ -84,7 +84,11 @@ def current_call(what: str) -> CallVariables:
 
 
 def get_variable(
-    name: str, shape: Any = None, dtype: Any = np.float32, initializer: Any = None, trainable: bool = True
+    name: str,
+    shape: Sequence[int] | None = None,
+    dtype: DTypeLike = np.float32,
+    initializer: Leaf = None,
+    trainable: bool = True,
 ) -> Leaf:
     """Return the value of a variable of the model; its first value is that of worker 0.
 

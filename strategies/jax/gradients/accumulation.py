@@ -61,6 +61,7 @@ def accumulate(
     method: GradientAccumulationReductionMethod,
     accumulators: Sequence[jax.ShapeDtypeStruct],
     values: int,
+    has_collectives: bool = False,
 ) -> tuple[jax.Array, Sequence[jax.Array], Tree]:
     """Accumulate the gradients of all micro-batches of a replica; traceable.
 
@@ -74,6 +75,8 @@ def accumulate(
         method: Reduction method, see `GradientAccumulationReductionMethod`.
         accumulators: Shapes and dtypes of the accumulators.
         values: Number of values, k.
+        has_collectives: Whether replicas meet in `gradients`. Micro-batches are then a loop, because their collectives
+            have the same names: unrolled, a replica may reach that of the next micro-batch before that of this one.
 
     Returns:
         The mean of the values over the micro-batches, the accumulated gradients, and the last model state.
@@ -95,7 +98,7 @@ def accumulate(
     sums = [jnp.zeros(each.shape, each.dtype) for each in accumulators]
     start = (jnp.zeros(values, jnp.float32), sums, model_state, program.token)
     (total, sums, model_state, token), _ = jax.lax.scan(
-        add, start, (jnp.arange(count), parts), unroll=count if count <= UNROLLED else 1
+        add, start, (jnp.arange(count), parts), unroll=1 if has_collectives or count > UNROLLED else count
     )
     program.advance(token)
     return total / count, sums, model_state

@@ -217,7 +217,7 @@ class ReplicaProgram:
                 variables, batch, key, control, self.rule.with_own(model_state, [one[0] for one in own_state])
             )
         means, state = self.of_state(after)
-        results, residuals = self._on_the_way(leaves, control, residuals)
+        results, residuals = self._on_the_way(leaves, values, control, residuals)
         is_bad = self.not_finite(leaves if self.quantised is not None else results) if self.needs_flags else None
         tail = self.tail(values, index, control, is_bad)
         return (tail, *results, *means, *residuals, *state)
@@ -330,7 +330,7 @@ class ReplicaProgram:
         return residuals, {word: list(itertools.islice(rest, count)) for word, count in counts.items()}
 
     def _on_the_way(
-        self, leaves: Sequence[jax.Array], control: jax.Array, residuals: Sequence[jax.Array]
+        self, leaves: Sequence[jax.Array], values: jax.Array, control: jax.Array, residuals: Sequence[jax.Array]
     ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
         """Return the gradients in the form in which they leave the replica, and the new residuals."""
         if self.quantised is None:
@@ -340,7 +340,8 @@ class ReplicaProgram:
             leaves = [leaf.astype(jnp.float32) / scale for leaf in leaves]
         old = [one.reshape(shape) for one, shape in zip(residuals, self.quantised.shapes, strict=True)]
         into = jnp.zeros(self.quantised.payload_size, jnp.int8)
-        payload, new = encode(self.quantised, leaves, old, into, XLA)
+        weight = values[self.places.weight] if self.places.is_weighted else None
+        payload, new = encode(self.quantised, leaves, old, into, XLA, weight)
         return [payload], [jnp.atleast_1d(one) for one in new]
 
     def _gradients(
@@ -366,9 +367,16 @@ class ReplicaProgram:
         if settings.count > 1:
             pairs = zip(jax.tree.leaves(trained), self.gradient_dtypes, strict=True)
             accumulators = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in pairs]
-            values = self.places.num_values
             return accumulate(
-                of_micro_batch, batch, key, model_state, settings.count, settings.method, accumulators, values
+                of_micro_batch,
+                batch,
+                key,
+                model_state,
+                settings.count,
+                settings.method,
+                accumulators,
+                self.places.num_values,
+                self._has_collectives,
             )
         own, leaves, after = of_micro_batch(batch, key, model_state)
         return own, [leaf.astype(dtype) for leaf, dtype in zip(leaves, self.gradient_dtypes, strict=True)], after

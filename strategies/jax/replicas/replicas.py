@@ -117,7 +117,7 @@ class Replicas:
             functions that say whether a constant of it is unchanged.
         exchange: Way in which gradients on a device become means; chosen anew when an instance is lost.
         sinks: Sinks of the metrics of every step: those that the environment names, and others added later.
-        distributions: Steps in which norms and histograms are taken; None if never.
+        looks: Steps in which norms and histograms are taken whatever sinks are open, by the environment.
     """
 
     def __init__(
@@ -151,8 +151,7 @@ class Replicas:
         self._first_device = instance.local_index * instance.local_replicas * instance.ipus_per_replica
         self._claim()
         self.sinks = asked_sinks(self.job, os.environ)
-        settings = DistributionSettings.from_environ(os.environ)
-        self.distributions = settings if settings.are_on else None
+        self.looks = DistributionSettings.from_environ(os.environ)
         warn_where_none_goes_on(self)
 
     def _claim(self) -> None:
@@ -185,6 +184,13 @@ class Replicas:
             insist_on_right_sums(os.environ)
             executables_folder(os.environ, self.defaults.executables)
             when_jax_is_imported(partial(set_number_of_devices, len(instance.local_replica_range)))
+
+    @property
+    def distributions(self) -> DistributionSettings | None:
+        """The steps in which norms and histograms are taken, by the environment or for an open sink; None if never."""
+        if self.looks.are_on:
+            return self.looks
+        return next((each.looks for each in self.sinks if each.looks is not None), None)
 
     @property
     def _has_same_bits(self) -> bool:

@@ -81,9 +81,19 @@ def rates_of(optimizer: optax.GradientTransformation, state: OptimizerState) -> 
         found = [(path, (*path, count), schedule) for path, schedule in pairs if schedule is not None]
     inside = (jax.tree_util.GetAttrKey("hyperparams"), jax.tree_util.DictKey(LEARNING_RATE))
     found += [(path, (*path, *inside), None) for path, node in nodes if isinstance(node, _INJECTED)]
+    leaves = jax.tree.leaves(state)
     known = [(path, places[leaf], schedule) for path, leaf, schedule in found if leaf in places]
+    known = [each for each in known if _is_one_number(leaves[each[1]], each[2])]
     names = _names([path for path, _, _ in known])
     return [Rate(name, place, schedule) for name, (_, place, schedule) in zip(names, known, strict=True)]
+
+
+def _is_one_number(leaf: Leaf, schedule: Schedule | None) -> bool:
+    """Return whether a rate is a scalar; a rate may also be an array that scales the elements of a variable."""
+    if schedule is None:
+        return np.shape(leaf) == ()
+    rate = jax.eval_shape(schedule, jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype))
+    return isinstance(rate, jax.ShapeDtypeStruct) and rate.shape == ()
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -174,7 +184,7 @@ def _computed(rates: Sequence[Rate], picked: Sequence[Leaf], steps: int) -> list
 
 
 def _scheduled(schedule: Schedule, count: jax.Array) -> jax.Array:
-    return jnp.asarray(schedule(count), jnp.float32).reshape(())
+    return jnp.asarray(schedule(count), jnp.float32)
 
 
 def _read(names: Sequence[str], values: Sequence[jax.Array], later: int) -> Mapping[str, float]:

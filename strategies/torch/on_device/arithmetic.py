@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -72,10 +73,23 @@ def _added(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _divided(total: torch.Tensor, replicas: int) -> torch.Tensor:
-    """Divide in place, once, as IEEE 754 defines division."""
-    if replicas == 1:
-        return total
-    if replicas & (replicas - 1) == 0:
-        return total.mul_(1 / replicas)  # exact, so the same bits as a division
-    # CUDA's kernel multiplies by the reciprocal of a number on the host, but divides by a tensor on the device.
-    return total.div_(torch.full((), replicas, dtype=total.dtype, device=total.device))
+    divide([total], replicas)
+    return total
+
+
+def divide(tensors: Sequence[torch.Tensor], divisor: float) -> None:
+    """Divide tensors in place, once, as IEEE 754 defines division. On any device the bits are those of the host.
+
+    CUDA's kernels multiply by the reciprocal of a number on the host, but divide by a tensor on the device.
+    """
+    if divisor == 1 or not tensors:
+        return
+    if math.frexp(divisor)[0] == 0.5 and 2.0**-126 <= divisor <= 2.0**126:
+        torch._foreach_mul_(list(tensors), 1 / divisor)  # exact, so the same bits as a division
+        return
+    on_device: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+    for one in tensors:
+        kind = one.dtype, one.device
+        if kind not in on_device:
+            on_device[kind] = torch.full((), divisor, dtype=one.dtype, device=one.device)
+        one.div_(on_device[kind])

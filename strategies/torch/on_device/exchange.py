@@ -13,7 +13,7 @@ from strategies.core.engine import Buffers
 from strategies.exchange.means import Bucket
 from strategies.exchange.on_device import DevicePath
 from strategies.torch.gradient_exchange import Tail, TorchGradientPlan
-from strategies.torch.on_device.arithmetic import TorchArithmetic, torch_dtype
+from strategies.torch.on_device.arithmetic import TorchArithmetic, divide, torch_dtype
 from strategies.torch.on_device.contribution import Told, ToldByReplica, are_finite
 from strategies.torch.on_device.flat_gradients import gradients_in
 from strategies.torch.on_device.metrics import UnreadMetrics
@@ -118,7 +118,7 @@ class DeviceExchange:
             if others:
                 wide = [None if one is None else one.to(_wide(one.dtype)) for one in found]
                 for divisor in others:
-                    torch._foreach_div_([one for one in wide if one is not None], divisor)
+                    divide([one for one in wide if one is not None], divisor)
                 found = wide
             pairs = zip(found, self._dtypes, strict=True)
             return [one if one is None or one.dtype is dtype else one.to(dtype) for one, dtype in pairs]
@@ -159,14 +159,10 @@ class DeviceExchange:
         shares = np.array([one.has_gradient for one in self._told]).mean(axis=0, dtype=np.float32)
         word = float(first.settings)
         weight = self.weight()
-        values = self._tail.clone() if weight is None else _quotients(self._tail[:-1], weight)
+        values = self._tail.clone() if weight is None else self._tail[:-1].clone()
+        divide([values], 1.0 if weight is None else weight)
         metrics = UnreadMetrics(values, self._memory)
         return Tail(metrics, float(first.notice), (word, word * word), shares, np.zeros(0, np.float32), weight)
-
-
-def _quotients(means: torch.Tensor, weight: float) -> torch.Tensor:
-    """Divide by a tensor on the device, because CUDA multiplies by the reciprocal of a number on the host."""
-    return means / torch.full((), weight, dtype=means.dtype, device=means.device)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

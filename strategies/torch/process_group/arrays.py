@@ -100,9 +100,8 @@ def checked_op(op: str, dtype: torch.dtype) -> str:
             f"the backend popdist cannot reduce {dtype} by {op}; use one of {known} (BAND, BOR and BXOR for integers)"
         )
     if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize == 1):
-        raise UnsupportedBufferError(
-            f"the backend popdist cannot reduce {dtype}; convert it, for example with tensor.float()"
-        )
+        way = "torch.view_as_real(tensor)" if dtype.is_complex else "tensor.float()"
+        raise UnsupportedBufferError(f"the backend popdist cannot reduce {dtype}; convert it, for example with {way}")
     return op
 
 
@@ -114,6 +113,8 @@ def numbers(tensor: torch.Tensor) -> np.ndarray:
 def _combined(communicator: Communicator, values: torch.Tensor, op: str, name: str) -> torch.Tensor:
     """Reduce by gathering: for operations that the collectives do not have."""
     rows = torch.from_numpy(communicator.all_gather(bits(values), name=f"{name}{op} {values.dtype}"))
+    if not values.numel():  # view refuses the strides of rows without elements
+        return values
     each = [row.view(values.dtype) for row in rows]
     if values.dtype in _IN_FLOAT32:
         each = [row.float() for row in each]

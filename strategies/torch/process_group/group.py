@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,9 +16,23 @@ from collectives import Communicator, LayoutMismatchError
 from strategies.torch.process_group import arrays
 from strategies.torch.process_group.arrays import bits, copy_into, description, flat
 from strategies.torch.process_group.messages import Messages
-from strategies.torch.process_group.works import GroupWork, WorkQueue
+from strategies.torch.process_group.works import NO_LIMIT, GroupWork, WorkQueue
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import (
+        AllgatherOptions,
+        AllreduceCoalescedOptions,
+        AllreduceOptions,
+        AllToAllOptions,
+        BarrierOptions,
+        BroadcastOptions,
+        GatherOptions,
+        ReduceOptions,
+        ReduceScatterOptions,
+        ScatterOptions,
+    )
+
+    Reducing = AllreduceOptions | ReduceOptions | ReduceScatterOptions
 
     class RankedGroup:
         """The methods of ProcessGroup that are used; its stubs also declare overloads that nothing here calls."""
@@ -84,23 +98,25 @@ class PopDistProcessGroup(RankedGroup):
 
     # ---- reductions
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
+    def allreduce(self, tensors: Tensors, opts: AllreduceOptions | None = None) -> GroupWork:
         """Reduce a tensor over all ranks, in place."""
         op = _op_of(opts, tensors[0])
         return self._begin("all_reduce", partial(self._reduce_each, tensors, op), tensors, opts)
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
+    def allreduce_coalesced(self, tensors: Tensors, opts: AllreduceCoalescedOptions | None = None) -> GroupWork:
         """Reduce several tensors over all ranks, in place."""
         for tensor in tensors:
             _op_of(opts, tensor)
         return self.allreduce(tensors, opts)
 
-    def reduce(self, tensors: Tensors, opts: Any) -> GroupWork:
+    def reduce(self, tensors: Tensors, opts: ReduceOptions) -> GroupWork:
         """Reduce a tensor over all ranks; only the root's tensor changes."""
         op, root = _op_of(opts, tensors[0]), int(opts.rootRank)
         return self._begin("reduce", partial(self._reduce_to, tensors[0], op, root), tensors, opts)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> GroupWork:
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: list[Tensors], opts: ReduceScatterOptions | None = None
+    ) -> GroupWork:
         """Reduce a list of one tensor per rank; each rank receives its own."""
         [output], [tensors] = outputs, inputs
         _refuse_others_than(output, tensors, self.size(), "reduce_scatter")
@@ -108,11 +124,15 @@ class PopDistProcessGroup(RankedGroup):
         action = partial(self._scatter_reduced, output, tensors, op)
         return self._begin("reduce_scatter", action, [output, *tensors], opts, 1)
 
-    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> GroupWork:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions | None = None
+    ) -> GroupWork:
         """Reduce a tensor of one block per rank; each rank receives its own block."""
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: ReduceScatterOptions | None = None
+    ) -> GroupWork:
         """Reduce several tensors as `reduce_scatter_single` does."""
         for output, tensor in zip(outputs, inputs, strict=True):
             _refuse_uneven(tensor, output, self.size(), "reduce_scatter_single")
@@ -144,7 +164,7 @@ class PopDistProcessGroup(RankedGroup):
 
     # ---- moves
 
-    def broadcast(self, tensors: Tensors, opts: Any) -> GroupWork:
+    def broadcast(self, tensors: Tensors, opts: BroadcastOptions) -> GroupWork:
         """Copy the root's tensor to all ranks."""
         root = int(opts.rootRank)
 
@@ -156,7 +176,7 @@ class PopDistProcessGroup(RankedGroup):
 
         return self._begin("broadcast", action, tensors, opts)
 
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: AllgatherOptions | None = None) -> GroupWork:
         """Copy each rank's tensor to all ranks, into one tensor per rank."""
         [tensors], [tensor] = outputs, inputs
         _refuse_others_than(tensor, tensors, self.size(), "all_gather")
@@ -166,7 +186,9 @@ class PopDistProcessGroup(RankedGroup):
 
         return self._begin("all_gather", action, [*tensors, tensor], opts, len(tensors))
 
-    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
+    def allgather_coalesced(
+        self, outputs: list[Tensors], inputs: Tensors, opts: AllgatherOptions | None = None
+    ) -> GroupWork:
         """Gather several tensors as `allgather` does; `outputs` has a list for each rank."""
 
         def action() -> None:
@@ -176,11 +198,15 @@ class PopDistProcessGroup(RankedGroup):
         results = [tensor for each in outputs for tensor in each]
         return self._begin("all_gather_coalesced", action, [*results, *inputs], opts, len(results))
 
-    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> GroupWork:
+    def all_gather_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions | None = None
+    ) -> GroupWork:
         """Copy each rank's tensor to all ranks, into one block per rank."""
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: AllgatherOptions | None = None
+    ) -> GroupWork:
         """Gather several tensors as `all_gather_single` does."""
         for output, tensor in zip(outputs, inputs, strict=True):
             _refuse_uneven(output, tensor, self.size(), "all_gather_single")
@@ -196,7 +222,7 @@ class PopDistProcessGroup(RankedGroup):
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> GroupWork:
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: GatherOptions) -> GroupWork:
         """Copy each rank's tensor to the root, into one tensor per rank."""
         [tensor], root = inputs, int(opts.rootRank)
         tensors = outputs[0] if self.rank() == root else []
@@ -210,7 +236,7 @@ class PopDistProcessGroup(RankedGroup):
 
         return self._begin("gather", action, [*tensors, tensor], opts, len(tensors))
 
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> GroupWork:
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: ScatterOptions) -> GroupWork:
         """Copy one tensor of the root to each rank."""
         [output], root = outputs, int(opts.rootRank)
         tensors = inputs[0] if self.rank() == root else []
@@ -227,7 +253,7 @@ class PopDistProcessGroup(RankedGroup):
 
         return self._begin("scatter", action, [output, *tensors], opts, 1)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: AllToAllOptions | None = None) -> GroupWork:
         """Send one tensor to each rank, and receive one from each."""
         if not len(outputs) == len(inputs) == self.size():
             raise ValueError(
@@ -250,7 +276,7 @@ class PopDistProcessGroup(RankedGroup):
         tensor: torch.Tensor,
         output_splits: Sequence[int],
         input_splits: Sequence[int],
-        opts: Any = None,
+        opts: AllToAllOptions | None = None,
     ) -> GroupWork:
         """Send a part of the first axis to each rank, and receive one from each; no splits: equal parts."""
         received = _splits_of(output, output_splits, self.size(), "output")
@@ -261,7 +287,7 @@ class PopDistProcessGroup(RankedGroup):
 
     alltoall_base = all_to_all_single
 
-    def barrier(self, opts: Any = None) -> GroupWork:
+    def barrier(self, opts: BarrierOptions | None = None) -> GroupWork:
         """Wait until all ranks have called this."""
         return self._begin("barrier", self._communicator.barrier, [], opts)
 
@@ -315,9 +341,9 @@ class PopDistProcessGroup(RankedGroup):
         messages = self._connected_messages()
         if verb == "send":
             assert other is not None
-            messages.send(bits(tensor), other, tag, work)
+            messages.send(bits(tensor), str(tensor.dtype), other, tag, work)
         else:
-            messages.receive(bits(tensor), other, tag, work)
+            messages.receive(bits(tensor), str(tensor.dtype), other, tag, work)
         return work
 
     def _connected_messages(self) -> Messages:
@@ -334,8 +360,10 @@ class PopDistProcessGroup(RankedGroup):
     # ---- life cycle
 
     def drain(self) -> None:
-        """Wait until the works that were begun have ended."""
+        """Wait until the works that were begun have ended; receives without a message yet fail."""
         self._queue.drain()
+        if self._messages is not None:
+            self._messages.finish()
 
     def shutdown(self) -> None:
         """Wait for pending works, then for the other ranks, and release all resources.
@@ -343,10 +371,8 @@ class PopDistProcessGroup(RankedGroup):
         While an exception is being handled, or after another rank has done this too early, wait for nobody.
         """
         if sys.exc_info()[0] is None and not self._is_left:
-            self._queue.drain()
             try:
-                if self._messages is not None:
-                    self._messages.finish()
+                self.drain()
                 self._communicator.close()
             finally:
                 self._release()
@@ -368,19 +394,27 @@ class PopDistProcessGroup(RankedGroup):
         self._communicator.limit_waits(timeout.total_seconds())
 
     def _begin(
-        self, title: str, action: Callable[[], None], tensors: Tensors, opts: Any, results: int | None = None
+        self, title: str, action: Callable[[], None], tensors: Tensors, opts: object, results: int | None = None
     ) -> GroupWork:
         """Begin an operation; the first `results` of the tensors, by default all, hold its result."""
         arrays.refuse_others(tensors)
         is_async = bool(getattr(opts, "asyncOp", True))
-        return self._queue.begin(GroupWork(title, partial(self._run, action), tensors[:results]), is_async)
+        timeout = getattr(opts, "timeout", NO_LIMIT)
+        return self._queue.begin(GroupWork(title, partial(self._run, action, timeout), tensors[:results]), is_async)
 
-    def _run(self, action: Callable[[], None]) -> None:
+    def _run(self, action: Callable[[], None], timeout: timedelta) -> None:
+        """Carry an operation out; if `timeout` is positive, it limits each wait in place of the group's."""
+        of_group_s = self._communicator.limits.timeout_s
+        if timeout > NO_LIMIT:
+            self.set_timeout(timeout)
         try:
             action()
         except LayoutMismatchError as error:
             self._is_left = self._is_left or bool(error.closed)
             raise
+        finally:
+            if timeout > NO_LIMIT:
+                self._communicator.limit_waits(of_group_s)
 
 
 _PREPOSITIONS = {"send": "to", "recv": "from"}
@@ -391,8 +425,8 @@ def _shaped(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous()
 
 
-def _op_of(opts: Any, tensor: torch.Tensor) -> str:
-    op = "SUM" if opts is None else opts.reduceOp.op.name
+def _op_of(opts: Reducing | None, tensor: torch.Tensor) -> str:
+    op: str = "SUM" if opts is None else opts.reduceOp.op.name  # type: ignore[attr-defined]  # the stub lacks it
     return arrays.checked_op(op, tensor.dtype)
 
 

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,15 @@ from collectives.point_to_point.link import EXCHANGE, Link, Transfer
 from collectives.waiting import Watch
 from strategies.torch.process_group.works import GroupWork
 
-_HEADER_WORDS = 2  # tag and number of bytes
+_HEADER = np.dtype([("tag", np.int64), ("nbytes", np.int64), ("dtype", "S24")])
+
+
+class Header(NamedTuple):
+    """Facts about a message, which are sent before it."""
+
+    tag: int
+    nbytes: int
+    dtype: str
 
 
 @dataclass(eq=False)
@@ -32,6 +41,7 @@ class Receiving:
     """A receive that waits for its message; `source` None: from any rank."""
 
     into: np.ndarray
+    dtype: str
     source: int | None
     tag: int
     work: GroupWork
@@ -43,13 +53,19 @@ class Receiving:
 
 @dataclass(eq=False)
 class ArrivingMessage:
-    """The next message of one rank: its header, then its pieces."""
+    """The next message of one rank: its header, one element of `_HEADER` in bytes, then its pieces."""
 
     header: np.ndarray
     transfers: deque[Transfer]
     is_header: bool = True
     data: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
     receive: Receiving | None = None
+
+    @property
+    def told(self) -> Header:
+        """The header, once it has arrived."""
+        tag, nbytes, dtype = self.header.view(_HEADER)[0].item()
+        return Header(tag, nbytes, dtype.decode())
 
 
 class Messages:
@@ -66,21 +82,24 @@ class Messages:
         self._link = link
         self._watch = watch
         self._changes = threading.Condition()
-        self._new: list[Receiving | tuple[np.ndarray, int, int, GroupWork]] = []
+        self._new: list[Receiving | tuple[np.ndarray, str, int, int, GroupWork]] = []
         self._sending: list[Sending] = []
         self._receiving: list[Receiving] = []
         self._arriving: dict[int, ArrivingMessage] = {}
-        self._unasked: list[tuple[int, int, np.ndarray]] = []
+        self._unasked: list[tuple[int, Header, np.ndarray]] = []
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def send(self, data: np.ndarray, to: int, tag: int, work: GroupWork) -> None:
+    def send(self, data: np.ndarray, dtype: str, to: int, tag: int, work: GroupWork) -> None:
         """Begin to send `data` (flat, uint8) to a rank; `work` ends when the memory may be changed."""
-        self._begin((data, to, tag, work))
+        self._begin((data, dtype, to, tag, work))
 
-    def receive(self, into: np.ndarray, source: int | None, tag: int, work: GroupWork) -> None:
-        """Begin to receive a message into `into` (flat, uint8), from a rank or from any."""
-        self._begin(Receiving(into, source, tag, work))
+    def receive(self, into: np.ndarray, dtype: str, source: int | None, tag: int, work: GroupWork) -> None:
+        """Begin to receive a message into `into` (flat, uint8), from a rank or from any.
+
+        If the message has another size or dtype, `work` ends with a `LayoutMismatchError`.
+        """
+        self._begin(Receiving(into, dtype, source, tag, work))
 
     def finish(self) -> None:
         """Wait until all messages have been sent, then fail pending receives; the caller closes the link."""
@@ -98,7 +117,7 @@ class Messages:
         if self._thread is not None:
             self._thread.join()
 
-    def _begin(self, request: Receiving | tuple[np.ndarray, int, int, GroupWork]) -> None:
+    def _begin(self, request: Receiving | tuple[np.ndarray, str, int, int, GroupWork]) -> None:
         with self._changes:
             if self._error is not None:
                 raise self._error
@@ -147,13 +166,13 @@ class Messages:
         moved = [self._hear(source) for source in self._awaited()]
         return bool(new or sent or any(moved))
 
-    def _start(self, request: Receiving | tuple[np.ndarray, int, int, GroupWork]) -> None:
+    def _start(self, request: Receiving | tuple[np.ndarray, str, int, int, GroupWork]) -> None:
         if isinstance(request, Receiving):
             if not self._take_unasked(request):
                 self._receiving.append(request)
             return
-        data, to, tag, work = request
-        header = np.array([tag, data.size], np.int64).view(np.uint8)
+        data, dtype, to, tag, work = request
+        header = np.array([(tag, data.size, dtype)], _HEADER).view(np.uint8)
         parts = [header, *self._pieces(data)]
         transfers = deque(self._link.send(part, to, EXCHANGE) for part in parts)
         self._sending.append(Sending(to, transfers, work, parts))
@@ -163,10 +182,10 @@ class Messages:
         return [data[start : start + most] for start in range(0, data.size, most)]
 
     def _take_unasked(self, request: Receiving) -> bool:
-        for place, (source, tag, data) in enumerate(self._unasked):
-            if request.takes(source, tag):
+        for place, (source, header, data) in enumerate(self._unasked):
+            if request.takes(source, header.tag):
                 del self._unasked[place]
-                _deliver(request, source, data)
+                _deliver(request, source, header, data)
                 return True
         return False
 
@@ -181,7 +200,7 @@ class Messages:
         """Move the next message of a rank forward; return whether it has arrived."""
         arriving = self._arriving.get(source)
         if arriving is None:
-            header = np.empty(_HEADER_WORDS * 8, np.uint8)
+            header = np.empty(_HEADER.itemsize, np.uint8)
             transfer = self._link.receive(header, source, EXCHANGE)
             arriving = self._arriving[source] = ArrivingMessage(header, deque([transfer]))
         if not _all_done(arriving.transfers):
@@ -191,24 +210,23 @@ class Messages:
             if not _all_done(arriving.transfers):
                 return False
         del self._arriving[source]
-        tag = int(arriving.header.view(np.int64)[0])
         if arriving.receive is None:
-            self._unasked.append((source, tag, arriving.data))
+            self._unasked.append((source, arriving.told, arriving.data))
             self._receiving = [each for each in self._receiving if not self._take_unasked(each)]
         else:
-            _deliver(arriving.receive, source, arriving.data)
+            _deliver(arriving.receive, source, arriving.told, arriving.data)
         return True
 
     def _expect_data(self, source: int, arriving: ArrivingMessage) -> None:
         """Let the data arrive in the memory of the receive that takes them, or in new memory."""
         arriving.is_header = False
-        tag, nbytes = arriving.header.view(np.int64).tolist()
-        found = next((each for each in self._receiving if each.takes(source, tag)), None)
-        if found is not None and found.into.size == nbytes:
+        told = arriving.told
+        found = next((each for each in self._receiving if each.takes(source, told.tag)), None)
+        if found is not None and (found.into.size, found.dtype) == (told.nbytes, told.dtype):
             self._receiving.remove(found)
             arriving.receive, arriving.data = found, found.into
         else:
-            arriving.data = np.empty(nbytes, np.uint8)
+            arriving.data = np.empty(told.nbytes, np.uint8)
         pieces = self._pieces(arriving.data)
         arriving.transfers = deque(self._link.receive(piece, source, EXCHANGE) for piece in pieces)
 
@@ -217,7 +235,7 @@ class Messages:
             self._error = error
             self._changes.notify_all()
             new, self._new = self._new, []
-        works = [each.work if isinstance(each, Receiving) else each[3] for each in new]
+        works = [each.work if isinstance(each, Receiving) else each[-1] for each in new]
         works += [each.work for each in self._sending] + [each.work for each in self._receiving]
         works += [each.receive.work for each in self._arriving.values() if each.receive is not None]
         for work in works:
@@ -230,12 +248,12 @@ def _all_done(transfers: deque[Transfer]) -> bool:
     return not transfers
 
 
-def _deliver(receive: Receiving, source: int, data: np.ndarray) -> None:
-    if data.size != receive.into.size:
+def _deliver(receive: Receiving, source: int, header: Header, data: np.ndarray) -> None:
+    if (data.size, header.dtype) != (receive.into.size, receive.dtype):
         receive.work.end(
             error=LayoutMismatchError(
-                f"rank {source} sent {data.size} bytes with tag {receive.tag}, but the tensor of recv has "
-                f"{receive.into.size} bytes; send and receive tensors of equal shape and dtype"
+                f"rank {source} sent {data.size} bytes of {header.dtype} with tag {header.tag}, but the tensor of recv "
+                f"has {receive.into.size} bytes of {receive.dtype}; send and receive tensors of equal shape and dtype"
             )
         )
         return

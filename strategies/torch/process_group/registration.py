@@ -7,13 +7,14 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from popdist.errors import LifeCycleError
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import _DistributedBackendOptions
     from torch.distributed.distributed_c10d import Store
 
     from collectives import Communicator
@@ -33,7 +34,7 @@ def register() -> None:
         register_rendezvous_handler(NAME, meet)
 
 
-def make_group(options: Any, _: object) -> PopDistProcessGroup:
+def make_group(options: _DistributedBackendOptions, _: object) -> PopDistProcessGroup:
     """Make the process group of all instances, or of some; torch.distributed calls this on the members.
 
     Args:

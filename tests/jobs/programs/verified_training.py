@@ -3,6 +3,7 @@
 instance  the loss asks which instance it is        time     the learning rate depends on the time
 set       rows come in the order of a set of texts  count    several instances make a step more, and fail then
 own       batches that are no data set  well     as it should be
+parts     the optimizer state is cut into shards
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ if HOW == "set":
     order = [int(name) for name in {str(row) for row in range(ROWS)}]
     images, wanted = images[order], wanted[order]
 learning_rate = 0.1 + time.time_ns() % 10**6 * 1e-8 if HOW == "time" else 0.1
-trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(learning_rate))
+shards = {"replicated_optimizer_state_sharding": True, "min_elements_for_sharding": 1} if HOW == "parts" else {}
+trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(learning_rate, momentum=0.5 if shards else None), **shards)
 state = trainer.init({"b": jnp.zeros(()), "w": jnp.zeros(8)})
 goes_on = HOW == "count" and strategy.num_instances > 1
 steps = 2 + goes_on if HOW == "count" else 4

@@ -47,7 +47,7 @@ def trained(strategy, folder=None):
     return est.IPUEstimator(model_fn, folder, est.RunConfig(train_distribute=strategy)).train(input_fn)
 
 
-@pytest.mark.parametrize("instances", [2, also(4)])
+@pytest.mark.parametrize("instances", [also(2), also(4)])
 def test_training_has_the_same_bits_on_any_number_of_instances(on_instances, instances):
     def run(strategy):
         estimator = trained(strategy)

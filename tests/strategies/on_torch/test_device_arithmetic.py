@@ -9,7 +9,7 @@ import torch
 from collectives.arrays import bfloat16
 from collectives.reduction import Reduction
 from collectives.tree import TreeNode, subtrees
-from strategies.torch.on_device.arithmetic import TorchArithmetic
+from strategies.torch.on_device.arithmetic import TorchArithmetic, divide
 from strategies.torch.tensors import as_array, as_tensor
 
 DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), bfloat16]
@@ -58,6 +58,17 @@ def test_a_mean_on_a_device_has_the_bits_of_the_host(device: str, dtype: np.dtyp
     Reduction("mean", dtype).reduce(own, wanted, replicas)
     given = [as_tensor(array.copy()).to(device) for array in own]
     assert_same_bits(TorchArithmetic().mean(leaves(replicas), given, dtype, replicas), wanted)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
+@pytest.mark.parametrize("divisor", [1.0, 3.0, 2.0**10, 2.0**-3, 2.0**127, 1e-30, 14.2, 2.0**24 - 1, 0.0])
+def test_a_quotient_on_a_device_has_the_bits_of_the_host(device: str, divisor: float) -> None:
+    own = [contribution(replica, dtype) for replica, dtype in enumerate(DTYPES[:2])]
+    given = [as_tensor(array.copy()).to(device) for array in own]
+    divide(given, divisor)
+    for found, array in zip(given, own, strict=True):
+        with np.errstate(all="ignore"):
+            assert_same_bits(found, array / array.dtype.type(divisor))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")

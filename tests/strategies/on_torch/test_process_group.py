@@ -153,7 +153,8 @@ def test_tensors_with_gaps_and_without_elements_are_reduced_and_moved():
         scalar = torch.tensor(float(group.rank()), requires_grad=True)
         dist.all_reduce(scalar, group=group)
         empty = torch.empty(0, 3)
-        dist.all_reduce(empty, group=group)
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT):
+            dist.all_reduce(empty, op, group=group)
         gathered = torch.empty(0)
         dist.all_gather_single(gathered, empty.view(-1), group=group)
         return wide, scalar.item()
@@ -303,6 +304,31 @@ def test_a_work_goes_on_while_its_caller_does_something_else():
     assert on_ranks(2, program) == [[4.0] * 4] * 2
 
 
+def test_a_callback_may_wait_for_collectives_of_its_own():
+    """Comm hooks of DDP such as PowerSGD do; on all ranks these collectives come before the program's next one.
+
+    On rank 0 the callback runs in the group's thread. On rank 1 the work may end before it has a callback.
+    """
+    has_gone_on = threading.Event()
+
+    def program(group):
+        def go_on(future):
+            inner = future.value()[0] * 10
+            dist.all_reduce(inner, group=group)
+            return dist.all_reduce(inner, group=group, async_op=True).get_future().wait()
+
+        if group.rank():
+            assert has_gone_on.wait(60)
+        tensor, later = torch.ones(3), torch.ones(3)
+        future = dist.all_reduce(tensor, group=group, async_op=True).get_future().then(go_on)
+        work = dist.all_reduce(later, group=group, async_op=True)
+        has_gone_on.set()
+        assert work.wait(LIMIT)
+        return future.wait()[0].tolist(), later.tolist()
+
+    assert on_ranks(2, program) == [([80.0] * 3, [2.0] * 3)] * 2
+
+
 def test_a_work_that_fails_raises_where_it_is_awaited():
     def program(group):
         works = [dist.all_reduce(torch.ones(2 + bad * group.rank()), group=group, async_op=True) for bad in (0, 1, 0)]
@@ -346,6 +372,24 @@ def test_the_timeout_of_the_group_limits_all_waits():
             dist.all_reduce(torch.ones(2), group=group)
         with pytest.raises(BrokenError):
             dist.all_reduce(torch.ones(2), group=group)
+        may_end.set()
+        raise ZeroDivisionError  # so that the others do not wait for this rank
+
+    with pytest.raises(ZeroDivisionError):
+        on_ranks(2, program)
+
+
+def test_the_timeout_of_a_barrier_limits_its_wait_alone():
+    may_end = threading.Event()
+
+    def program(group):
+        dist.barrier(group, timeout=LIMIT)
+        assert group._communicator.limits.timeout_s == 600.0
+        if group.rank():
+            assert may_end.wait(60)
+            return
+        with pytest.raises(CollectiveTimeoutError, match=r"rank 1 in barrier .*timeout_s = 0\.02"):
+            dist.barrier(group, timeout=timedelta(milliseconds=20))
         may_end.set()
         raise ZeroDivisionError  # so that the others do not wait for this rank
 
@@ -462,13 +506,15 @@ def test_ranks_may_all_send_before_they_receive():
     assert on_ranks(3, program) == [[2.0], [0.0], [1.0]]
 
 
-def test_a_message_of_another_size_is_refused_and_the_next_one_is_received():
+def test_a_message_of_another_size_or_dtype_is_refused_and_the_next_one_is_received():
     def program(group):
         if group.rank():
-            dist.send(torch.ones(3), group_dst=0, group=group)
-            dist.send(torch.full((2,), 5.0), group_dst=0, group=group)
+            for tensor in (torch.ones(3), torch.ones(2, dtype=torch.int32), torch.full((2,), 5.0)):
+                dist.send(tensor, group_dst=0, group=group)
             return None
-        with pytest.raises(LayoutMismatchError, match="rank 1 sent 12 bytes with tag 0, but .* has 8 bytes"):
+        with pytest.raises(LayoutMismatchError, match=r"sent 12 bytes of torch\.float32 with tag 0, but .* has 8"):
+            group.recv([torch.ones(2)], 1).wait(LIMIT)
+        with pytest.raises(LayoutMismatchError, match=r"8 bytes of torch\.int32 .* has 8 bytes of torch\.float32"):
             group.recv([torch.ones(2)], 1).wait(LIMIT)
         into = torch.ones(2)
         group.recv([into], 1).wait(LIMIT)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import math
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -129,6 +131,25 @@ def test_two_micro_batches_have_the_bits_of_a_trainer(on_instances):
     found = on_instances(2, 2, lambda strategy: looped(strategy, 2))
     found.append(in_turns(strategies.IPUStrategy(2), 2)[0])
     assert set(map(bits, found)) == {bits(model)}
+
+
+def test_weights_that_are_no_integers_have_the_bits_of_a_trainer():
+    """They are added in float64, as a trainer adds them."""
+    rows = {name: array[4:] for name, array in data().items()}
+
+    def tenths(module, batch):
+        loss, tokens = mean_over_tokens(module, batch)
+        return strategies.Outcome(loss, weight=tokens / 10)
+
+    by_trainer, (module, model) = new_model(), distributed(strategies.IPUStrategy(1), new_model())
+    trainer = sgd_trainer(1, by_trainer, tenths, lr=LR, gradient_accumulation_count=8)
+    optimizer = torch.optim.SGD(module.parameters(), LR)
+    for _ in range(4):
+        trainer.step(rows)
+        optimizer.zero_grad()
+        model.backward(functools.partial(tenths, model), rows, 8)
+        optimizer.step()
+    assert bits(module) == bits(by_trainer)
 
 
 def test_a_plain_loop_accumulates_token_means(on_every_path):
@@ -314,7 +335,10 @@ def test_a_stated_weight_is_not_forgotten():
     one, _ = (model(batch["x"], batch["y"]) for _ in range(2))
     with pytest.raises(StrategyError, match=r"weights were stated for one loss; give the weight: model\.weighted"):
         model.weighted_backward(one)
-    model.weighted_backward(one, 7)
+    model(batch["x"], batch["y"])  # its loss is dropped, its weight not yet
+    with pytest.raises(StrategyError, match="2 weights were stated for one loss"):
+        model.weighted_backward(model(batch["x"], batch["y"]))
+    model.weighted_backward(model(batch["x"], batch["y"]))  # the error comes once
 
 
 # ---- what is refused, on all instances
@@ -348,12 +372,97 @@ def over_old_gradients(strategy, model, compute):
     ("attempt", "match"),
     [
         (of_some, r"losses of the replicas \[0\] have no weight, and those of the others have one"),
-        (in_some_passes, "some backward passes of a step are model.weighted_backward"),
+        (in_some_passes, "some backward passes of a step have weights, .* and others have none"),
         (over_old_gradients, r"gradients of an earlier step are left, .* call optimizer\.zero_grad\(\)"),
     ],
 )
 def test_passes_without_a_weighted_mean_are_refused(on_every_path, attempt, match):
     on_every_path(2, 2, lambda strategy: refusals(strategy, attempt, StrategyError, match))
+
+
+def grads_of(module):
+    return [one.grad for one in module.parameters()]
+
+
+def check_token_means(found):
+    """Compare gradients of every instance with those of all tokens in one process."""
+    expected = new_model()
+    mean_over_tokens(expected, data())[0].backward()
+    for own in found:
+        for one, other in zip(own, grads_of(expected), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_zero_grad_begins_a_step_again(on_instances, instances, set_to_none, fails):
+    """After a batch that is given up, such as one that is too long, its weight does not count."""
+
+    def fail(gradient):
+        raise MemoryError
+
+    def run(strategy):
+        module, model = distributed(strategy, new_model())
+        batch = part_of(strategy, data())
+        with nullcontext() if fails else model.no_sync():
+            loss, tokens = mean_over_tokens(model, batch)
+            hook = module[0].weight.register_hook(fail) if fails else None
+            with pytest.raises(MemoryError) if fails else nullcontext():
+                model.weighted_backward(loss, tokens)
+        if hook is not None:
+            hook.remove()
+        module.zero_grad(set_to_none)
+        model.weighted_backward(*mean_over_tokens(model, batch))
+        return grads_of(module)
+
+    check_token_means(on_instances(instances, instances, run))
+
+
+def clipped(module):
+    nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
+
+
+def partly_zeroed(module):
+    module[0].zero_grad()
+
+
+@pytest.mark.parametrize("change", [clipped, partly_zeroed])
+def test_gradients_changed_between_weighted_passes_are_refused(change):
+    module, model = distributed(strategies.IPUStrategy(1), new_model())
+    rows = {name: array[3:] for name, array in data().items()}
+    with model.no_sync():
+        model.weighted_backward(*mean_over_tokens(model, rows))
+    change(module)
+    with pytest.raises(StrategyError, match=r"was changed between weighted backward passes .*optimizer\.zero_grad\(\)"):
+        model.weighted_backward(*mean_over_tokens(model, rows))
+
+
+def test_an_optimizer_refuses_sums_of_weighted_gradients():
+    """Such sums remain at the end of an epoch whose micro-batches do not divide evenly."""
+    (module, model), (other, _) = (distributed(strategies.IPUStrategy(1), new_model()) for _ in range(2))
+    optimizer, of_other = (torch.optim.SGD(one.parameters(), LR) for one in (module, other))
+    rows = {name: array[3:] for name, array in data().items()}
+    with model.no_sync():
+        model.weighted_backward(*mean_over_tokens(model, rows))
+    of_other.step()
+    with pytest.raises(StrategyError, match=r"SGD would use gradients that are sums of weighted gradients"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()  # without gradients
+    assert bits(module) == bits(other)
+    model.weighted_backward(*mean_over_tokens(model, rows))
+    optimizer.step()
+    check_close(module, alone(1)[0])
+
+
+def test_a_micro_batch_whose_gradients_are_zero_counts():
+    """A hinge loss has such micro-batches."""
+    module, model = distributed(strategies.IPUStrategy(1), nn.Linear(1, 1))
+    with model.no_sync():
+        model.weighted_backward(model(torch.ones(2, 1)).sum() * 0, 3)
+    model.weighted_backward(model(torch.ones(2, 1)).sum(), 1)
+    assert [float(one) for one in grads_of(module)] == [0.5, 0.5]
 
 
 def test_gradients_that_are_zero_are_no_obstacle():
@@ -385,13 +494,25 @@ def test_wrong_weights_are_refused(on_instances, replicas, weight, error, match)
     on_instances(replicas, replicas, lambda strategy: refusals(strategy, attempt, error, match))
 
 
-def test_float16_gradients_are_refused(on_instances):
+def test_a_model_is_freed_after_a_loss_of_weight_zero():
+    _, model = distributed(strategies.IPUStrategy(1), new_model())
+    loss, _ = mean_over_tokens(model, data())
+    with pytest.raises(ZeroWeightError):
+        model.weighted_backward(loss, 0)
+    parameter = weakref.ref(next(model.parameters()))
+    del model, loss, _
+    gc.collect()
+    assert parameter() is None
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_float16_gradients_are_refused(on_instances, instances):
     def run(strategy):
         _, model = distributed(strategy, new_model(), gradient_transfer_dtype="float16")
         with pytest.raises(ValueError, match="travels as float16, which overflows when it is multiplied by large"):
             model.weighted_backward(*mean_over_tokens(model, part_of(strategy, data())))
 
-    on_instances(2, 2, run)
+    on_instances(instances, instances, run)
 
 
 # ---- without weight

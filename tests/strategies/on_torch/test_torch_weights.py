@@ -78,6 +78,26 @@ def test_a_training_is_that_of_one_process_with_all_tokens_for_every_option(ever
         assert [each["doubled"] for each in seen] == pytest.approx([2 * each for each in losses], rel=max(limit, 1e-5))
 
 
+def test_residuals_of_int8_gradients_are_those_of_losses_without_weights():
+    def losses_of(transfer):
+        def weighted(model, batch):
+            inputs, labels, weight = batch
+            return strategies.Outcome(F.mse_loss(model(inputs), labels), weight=weight[0])
+
+        torch.manual_seed(0)
+        model, strategy = nn.Linear(64, 3), strategies.IPUStrategy(REPLICAS)
+        trainer = sgd_trainer(strategy, model, weighted, lr=0.03, gradient_transfer_dtype=transfer)
+        inputs, labels = torch.randn(32, 64), torch.randn(32, 3)
+        found = []
+        for weight in [1e5, 1, 0, 1e5, 1] * 2:  # 0 on the first replica only
+            own = torch.full((32,), max(weight, 1))
+            own[:8] = weight
+            found.append(trainer.step((inputs, labels, own))["loss"])
+        return found
+
+    assert losses_of("int8") == pytest.approx(losses_of(None), rel=0.02)
+
+
 @pytest.mark.parametrize("exchange", ["compiled", also("window")])
 def test_gradients_on_a_device_have_the_same_bits(on_instances, exchange):
     [(model, seen)] = on_instances(1, REPLICAS, trained)
@@ -164,6 +184,27 @@ def test_a_module_may_state_the_weight_of_its_loss(options):
     model, strategy = Stating(), strategies.IPUStrategy(REPLICAS)
     trained(strategy, lambda module, batch: module(batch["x"], batch["y"]), model, **options)
     assert bits(model) == bits(trained(strategy, **options)[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("record", [torch.jit.trace, also(torch.export.export)])
+def test_a_recorded_module_warns_that_it_states_no_weight(record):
+    batch = data()
+    with pytest.warns(UserWarning, match="loss_weight is no part of a traced or exported module"):
+        record(Stating(), (batch["x"], batch["y"]))
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize("compiles", ["the module", "a method"])
+def test_a_compiled_module_states_the_weights_of_every_batch(compiles):
+    """A compilation that kept the first weight, or none, would train another model."""
+    module, batch = Stating(), data()
+    model = torch.compile(module, backend="aot_eager")
+    if compiles == "a method":
+        model, _ = module, module.compile(backend="aot_eager")
+    trained(strategies.IPUStrategy(REPLICAS), lambda own, batch: own(batch["x"], batch["y"]), model)
+    assert math.isfinite(model(batch["x"], batch["y"]).item())
+    check_close(module.model, alone()[0])
 
 
 def test_a_poptorch_model_trains_with_the_mean_over_all_tokens():
@@ -446,18 +487,21 @@ def test_a_bad_weight_in_an_evaluation_is_an_error_on_all_instances(on_instances
     on_instances(2, REPLICAS, refused)
 
 
-def test_an_evaluation_refuses_weights_of_some_rows_only():
-    trainer = sgd_trainer(2, new_model(), loss_fn)
-    testing = strategies.torch.distribute_dataset(
-        trainer.strategy, data(), batch_size=2, shuffle=False, remainder="pad"
-    )
+@pytest.mark.parametrize("instances", [1, 2])
+def test_an_evaluation_refuses_weights_of_some_rows_only(on_instances, instances):
+    """Weights for all rows of one instance, and for none of the other, are refused on both."""
 
-    def fn(module, batch):
-        is_first = bool((batch["x"][0] == data()["x"][0]).all())
-        return alike(None if is_first else 1.0)(module, batch)
+    def refused(strategy):
+        trainer = sgd_trainer(strategy, new_model(), loss_fn)
 
-    with pytest.raises(StrategyError, match="the loss of some rows has a weight, and that of others has none"):
-        trainer.evaluate(testing, fn)
+        def fn(module, batch):
+            is_of_replica_0 = bool((batch["x"][:1] == data()["x"][:16:4]).all(1).any())
+            return alike(None if is_of_replica_0 else 1.0)(module, batch)
+
+        with pytest.raises(StrategyError, match="the loss of some rows has a weight, and that of others has none"):
+            trainer.evaluate(padded_rows(strategy, {name: array[:16] for name, array in data().items()}), fn)
+
+    on_instances(instances, 2, refused)
 
 
 def test_predictions_come_from_an_outcome():
