@@ -70,8 +70,8 @@ is_recent() {
 install() {
     stamp=$environment/popdist-everywhere
     wanted=$(made_of)
-    for extra in "$1" dev; do # dev includes all other extras except horovod
-        if [ "$(cat "$stamp-$extra" 2>/dev/null)" = "$wanted" ]; then
+    for other in "$1" dev; do # dev includes all other extras except horovod
+        if [ "$(cat "$stamp-$other" 2>/dev/null)" = "$wanted" ]; then
             return
         fi
     done

@@ -3,7 +3,8 @@
 # environment (or of .venv). Installs it there and checks that two processes can add numbers with it. Needs a C++
 # compiler and make; fetches cmake and PyTorch if they are missing. Keeps the built wheel, so the next run takes seconds.
 #
-#   sh launch_scripts/install_horovod.sh [EXTRA]     also installs an extra of the project: examples (default), test, dev
+#   sh launch_scripts/install_horovod.sh [EXTRA]     also installs an extra of the project: examples (default), test, dev.
+#                                                    With test and dev it installs PyTorch Lightning for the tests, too.
 #
 #   POPDIST_CACHE=/a/folder    folder for the wheel; ~/.cache/popdist-everywhere by default
 set -eu
@@ -198,6 +199,25 @@ END
         fail "pip could not install Horovod's requirements; is the package index reachable? pip's message is above"
 }
 
+# The extras test and dev lack Lightning, which brings PyTorch. Here PyTorch is installed, so all tests can run.
+install_lightning() {
+    case $extra in
+        test | dev) ;;
+        *) return 0 ;;
+    esac
+    python - "$root/setup.cfg" >"$folder/lightning.txt" <<'END' || exit 1
+import configparser
+import sys
+
+config = configparser.ConfigParser()
+config.read(sys.argv[1])
+print(config["options.extras_require"]["lightning"])
+END
+    pip install --requirement "$folder/lightning.txt" ||
+        fail "pip could not install PyTorch Lightning, which tests need; is the package index reachable?" \
+            "pip's message is above"
+}
+
 pip() {
     command=$1
     shift
@@ -374,6 +394,7 @@ write_job
 check_mpi
 if has_horovod; then
     if run_job horovod; then
+        install_lightning
         say "Horovod is already installed."
         say_it_works
         exit
@@ -394,4 +415,5 @@ if ! install_kept_wheel; then
     fi
     keep "$wheel"
 fi
+install_lightning
 say_it_works

@@ -98,7 +98,7 @@ PARTS = {
     "lightning": Part(
         "jobs of Lightning's Trainer, where PyTorch Lightning is installed",
         ("strategies/torch/lightning",),
-        ("tests/jobs/test_lightning_jobs.py",),
+        ("tests/jobs/test_lightning_jobs.py", "tests/strategies/on_torch/test_lightning.py"),
     ),
     "training": Part(
         "wider matrices of models, strategies and spreads; before a release",

@@ -137,10 +137,10 @@ def machine(tmp_path):
     return Machine(tmp_path)
 
 
-def extra():
+def extra(name="horovod"):
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
-    return config["options.extras_require"]["horovod"].split("\n")[1:]
+    return config["options.extras_require"][name].split("\n")[1:]
 
 
 class TestInstallation:
@@ -155,6 +155,12 @@ class TestInstallation:
     def test_requirements_of_the_extra_are_installed(self, machine):
         assert machine.install().returncode == 0
         assert (machine.folder / "requirements").read_text().split("\n")[1:-1] == extra()
+
+    def test_extras_for_tests_bring_lightning_also_where_horovod_is_installed(self, machine):
+        for name in ("dev", "test"):
+            assert machine.install(name).returncode == 0
+            assert (machine.folder / "requirements").read_text().split("\n")[1:-1] == extra("lightning")
+            (machine.folder / "requirements").unlink()
 
     def test_the_extra_names_torch_no_newer_than_the_tested_one_but_not_horovod(self):
         names = dict(requirement.split(" >= ") for requirement in extra())

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import cast, final
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from strategies.data.layout import Position
 from strategies.errors import DisagreementError, StrategyError
 from strategies.strategy import Strategy
 from strategies.torch.distributed_data import DistributedSampler
-from strategies.torch.lightning.randomness import drawing_all_from
+from strategies.torch.lightning.randomness import drawing_all_from, seed_all
 from strategies.torch.lightning.replica_batches import ReplicaBatches
 from strategies.torch.randomness import seed_of
 from strategies.torch.tensors import parts_of
@@ -127,14 +127,36 @@ class ReplicaLoader(ABC):
         self._resumed = state["epoch"], state["given"]
 
 
+@final
+class _Units(list[object]):
+    """The units of a batch. A worker that receives them draws from generators with their seed from then on.
+
+    So the rows do not depend on earlier batches of the worker, which a resumed training does not read.
+    """
+
+    def __init__(self, units: Iterable[object], seed: int) -> None:
+        super().__init__(units)
+        self._seed = seed
+
+    @override
+    def __reduce__(self) -> tuple[Callable[..., list[object]], tuple[int, list[object]]]:
+        """Pickle the units as a call of `_received`: torch's loader sends batches to its workers by pickle only."""
+        return _received, (self._seed, [*self])
+
+
+def _received(seed: int, units: list[object]) -> list[object]:
+    seed_all(seed)
+    return units
+
+
 class _Planned(BatchSampler):
     """A batch sampler of batches that are set before each iteration."""
 
     def __init__(self) -> None:
-        self.now: list[list[int]] = []
+        self.now: list[_Units] = []
 
     @override
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[_Units]:  # type: ignore[override]
         return iter(self.now)
 
     @override
@@ -228,15 +250,22 @@ class DealtLoader(ReplicaLoader):
 
     def _begin(self, replica: int, epoch: int, again: int, order: Sequence[object], start: int) -> Iterator[Batch]:
         loader, deal = self._loaders[replica], self._deal
-        taken = (deal.positions(step, replica) for step in range(start, deal.steps))
-        chosen = [[order[place] for place in places] for places in taken if places]
-        loader.batch_sampler.now = chosen if self._has_rows else [batch for [batch] in chosen]  # type: ignore[union-attr]
+        planned = []
+        for step in range(start, deal.steps):
+            chosen = [order[place] for place in deal.positions(step, replica)]
+            if chosen:
+                units = chosen if self._has_rows else cast(list[object], chosen[0])
+                planned.append(_Units(units, self._seed_of(replica, epoch, again, step)))
+        loader.batch_sampler.now = planned  # type: ignore[union-attr]
         loader.generator.manual_seed(seed_of(self._seed, replica, epoch, _OF_WORKERS + again))
         return iter(loader)
 
     def _next(self, iterator: Iterator[Batch], replica: int, epoch: int, again: int, step: int) -> Batch:
-        with drawing_all_from(seed_of(self._seed, replica, epoch, (again << 32) + step), _HOST, replica):
+        with drawing_all_from(self._seed_of(replica, epoch, again, step), _HOST, replica):
             return next(iterator)
+
+    def _seed_of(self, replica: int, epoch: int, again: int, step: int) -> int:
+        return seed_of(self._seed, replica, epoch, (again << 32) + step)
 
 
 def _units_of(loader: DataLoader[object]) -> tuple[Iterable[object], int]:

@@ -47,8 +47,8 @@ class StepLogs:
     """The calls of `self.log` in one step of all replicas.
 
     In a step of Lightning's loop, replicas call `log` one after another. `share` then calls it once for each name, with
-    the result over all replicas of all instances. In training each replica counts the same; in an evaluation, a value
-    counts by its rows.
+    the result over all replicas of all instances. In training each replica counts the same, or by the weight of its
+    loss; in an evaluation, a value counts by its rows.
 
     Args:
         module: The module whose replicas log.
@@ -59,6 +59,11 @@ class StepLogs:
     def __init__(self, module: pl.LightningModule, strategy: Strategy, is_training: bool) -> None:
         self._module, self._strategy, self._is_training = module, strategy, is_training
         self._of: dict[int, list[_Logged]] = {}
+        self._weights: dict[int, float] = {}
+
+    def weigh(self, replica: int, weight: float) -> None:
+        """Let the values of a replica count as much as its loss."""
+        self._weights[replica] = weight
 
     @contextmanager
     def of(self, replica: int, batch: object) -> Iterator[None]:
@@ -124,13 +129,13 @@ class StepLogs:
                 )
         if not names:
             return
-        told = np.zeros((replicas, len(names), 3))
+        told = np.zeros((replicas, len(names), 4))
         for replica, own in self._of.items():
-            told[replica] = [(one.value, one.rows, 1) for one in own]
+            weight = self._weights.get(replica, 1.0)
+            told[replica] = [(one.value, one.rows, weight if self._is_training else one.rows, 1) for one in own]
         communicator.all_reduce(told, name=f"logged: {', '.join(names)}")
         for number, call in enumerate(calls):
-            values, rows, is_there = told[told[:, number, 2] > 0, number].T
-            weights = np.ones_like(rows) if self._is_training else rows
+            values, rows, weights, _ = told[told[:, number, 3] > 0, number].T
             result = _reduced(call.options.get("reduce_fx", "mean"), values, weights)
             log: Callable[..., None] = type(self._module).log
             if call.metric is None:
@@ -141,20 +146,23 @@ class StepLogs:
             log(self._module, call.name, metric, **call.options)
 
 
-def _reduced(function: str | Callable[[torch.Tensor], torch.Tensor], values: np.ndarray, rows: np.ndarray) -> float:
+def _reduced(function: str | Callable[[torch.Tensor], torch.Tensor], values: np.ndarray, weights: np.ndarray) -> float:
     """Return the result over the values of all replicas, rounded once. Its bits depend on the values alone."""
     if callable(function):
         return float(function(torch.tensor(values)))
     kind = function.lower()
     if kind in ("min", "max"):
         return float(getattr(values, kind)())
-    if not np.isfinite(values).all():
-        return float((values * (rows > 0)).sum())
-    if kind in ("sum", "avg", "mean"):
-        weights = np.ones_like(rows) if kind == "sum" else rows
-        total = math.fsum(values * weights)
-        return total if kind == "sum" else total / math.fsum(weights)
-    raise StrategyError(f"reduce_fx={function!r} is unknown; use 'mean', 'sum', 'min', 'max' or a function")
+    if kind not in ("sum", "avg", "mean"):
+        raise StrategyError(f"reduce_fx={function!r} is unknown; use 'mean', 'sum', 'min', 'max' or a function")
+    if kind == "sum":
+        return _sum(values)
+    counted = weights > 0  # a value of the weight 0 may be NaN
+    return _sum((values * weights)[counted]) / math.fsum(weights[counted]) if counted.any() else math.nan
+
+
+def _sum(values: np.ndarray) -> float:
+    return math.fsum(values) if np.isfinite(values).all() else float(values.sum())
 
 
 def _of_this_batch(metric: Metric) -> float:

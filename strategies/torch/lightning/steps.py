@@ -11,12 +11,15 @@ from pytorch_lightning.plugins import MixedPrecision, Precision
 from pytorch_lightning.strategies.strategy import _ForwardRedirection
 
 from strategies.errors import StrategyError
+from strategies.outcome import Outcome
 from strategies.strategy import Strategy
 from strategies.torch.distributed_model import DistributedModel
+from strategies.torch.lightning.attribute_states import AttributeStates
 from strategies.torch.lightning.metric_states import MetricStates
 from strategies.torch.lightning.randomness import drawing_alike, drawing_all_from
 from strategies.torch.lightning.replica_batches import ReplicaBatches
 from strategies.torch.lightning.step_logs import StepLogs
+from strategies.torch.outcomes import number_of, one_of, states_to
 from strategies.torch.randomness import seed_of
 from strategies.typing import Batch, Tree
 
@@ -56,6 +59,7 @@ class ReplicaSteps:
         self._batches = 0  # the number of batches since a loop began
         self._means: Sequence[torch.Tensor | None] = ()
         self._metrics: MetricStates | None = None
+        self._attributes: AttributeStates | None = None
         self.is_running = False
 
     @property
@@ -85,14 +89,14 @@ class ReplicaSteps:
         self._model, self._means = None, ()
         if self._metrics is not None:
             self._metrics.disconnect()
-        self._metrics = None
+        self._metrics = self._attributes = None
 
     @contextmanager
     def _turn(self, replica: int, rows: Batch, logs: StepLogs) -> Iterator[None]:
-        """Let the module be that of a replica: values that it logs, and states of its metrics."""
-        if self._metrics is None:
-            self._metrics = MetricStates(self._module, self._strategy)
-        with logs.of(replica, rows), self._metrics.of(replica):
+        """Let the module be that of a replica: values that it logs, states of its metrics, and its attributes."""
+        if self._metrics is None or self._attributes is None:
+            self._metrics, self._attributes = MetricStates(self._module, self._strategy), AttributeStates(self._module)
+        with logs.of(replica, rows), self._metrics.of(replica), self._attributes.of(replica):
             yield
 
     # ---- random numbers
@@ -131,6 +135,8 @@ class ReplicaSteps:
         Returns:
             The mean loss; in a dictionary with lists of the local replicas' values if `training_step` returns one.
         """
+        if not self._module.automatic_optimization:
+            return self._train_manually(batch, others, named)
         model = self._model
         if model is None:
             raise StrategyError("training_step runs in Trainer.fit only")
@@ -138,17 +144,40 @@ class ReplicaSteps:
         logs = StepLogs(self._module, self._strategy, is_training=True)
         outputs: dict[int, Tree] = {}
 
-        def loss_of(place: torch.Tensor) -> torch.Tensor:
-            replica = model.replica
+        def loss_of(place: torch.Tensor) -> Outcome:
+            replica, stated = model.replica, list[object]()
             rows, seed = batch[replica], seed_of(self._seed, replica, model.steps_made)
-            with self._turn(replica, rows, logs), self._precision.train_step_context(), drawing_alike(seed):
+            with (
+                self._turn(replica, rows, logs),
+                self._precision.train_step_context(),
+                drawing_alike(seed),
+                states_to(stated),
+            ):
                 output = self._redirected(model, self._module, "training_step", rows, *others, **named)
             outputs[replica] = output
-            return self._scaled(_loss_of(output) / share)
+            weight = one_of(stated, "call strategies.torch.loss_weight once in training_step")
+            if weight is not None:
+                if share > 1:
+                    raise StrategyError(
+                        f"the loss has a weight, but accumulate_grad_batches={share} gives all batches the same one; "
+                        "leave it out, and use larger batches or more replicas"
+                    )
+                logs.weigh(replica, number_of(weight))
+            return Outcome(self._scaled(_loss_of(output) / share), weight=weight)
 
         mean = self._averaged(lambda: model.backward(loss_of, torch.arange(len(batch))))
         logs.share(is_whole=True)
         return _with_extras(mean.to(self._device) * share / self._scale, list(outputs.values()))
+
+    def _train_manually(self, batch: ReplicaBatches, others: Sequence[Tree], named: Mapping[str, Tree]) -> Tree:
+        """Run `training_step` for the only replica of the job. It calls the optimizers by itself."""
+        [(replica, rows)] = batch.items()
+        logs = StepLogs(self._module, self._strategy, is_training=True)
+        with self._turn(replica, rows, logs), self._precision.train_step_context(), self._drawing(replica, _STEP):
+            output = self._module.training_step(rows, *others, **named)
+        self.steps_made += 1
+        logs.share(is_whole=True)
+        return output
 
     def _averaged(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return the loss of a function whose gradients are kept. Lightning's loop clears older ones afterwards."""
@@ -225,7 +254,8 @@ def _loss_of(output: Tree) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor):
         raise StrategyError(
             f"training_step has returned {'no loss' if loss is None else type(loss).__name__}; return a scalar tensor, "
-            "or a dictionary with one as 'loss'. A replica cannot skip a step: return a loss multiplied by 0"
+            "or a dictionary with one as 'loss'. A replica cannot skip a step: return a loss multiplied by 0. A "
+            "loss has a weight if training_step calls strategies.torch.loss_weight"
         )
     return loss
 

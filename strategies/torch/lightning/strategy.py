@@ -187,7 +187,7 @@ class PopDistLightningStrategy(ParallelStrategy):
     @override
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Connect the module's gradients, for a training. Collective."""
-        if self._module.trainer.state.fn != TrainerFn.FITTING:
+        if self._module.trainer.state.fn != TrainerFn.FITTING or not self._module.automatic_optimization:
             return model
         if self._layer_sync is not None:
             self._layer_sync.apply(self._module)
@@ -251,7 +251,13 @@ class PopDistLightningStrategy(ParallelStrategy):
     def backward(
         self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Tree, **kwargs: Tree
     ) -> torch.Tensor:
-        """Put the mean gradients of the last `training_step` into the parameters, added to accumulated ones."""
+        """Add the mean gradients of the last `training_step` to those of the parameters.
+
+        In manual optimization, compute the gradients of the loss.
+        """
+        if not self._module.automatic_optimization:
+            found: torch.Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
+            return found
         plugin = self.precision_plugin
         self.pre_backward(closure_loss)
         closure_loss = plugin.pre_backward(closure_loss, self._module)
