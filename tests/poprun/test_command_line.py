@@ -111,7 +111,7 @@ def test_the_last_of_repeated_values_wins():
     [
         ("--num-replcas 2 p", "unknown option --num-replcas, did you mean --num-replicas"),
         ("--num_instances 2 p", "unknown option --num_instances, did you mean --num-instances"),
-        ("--nonsense p", "unknown option --nonsense; poprun --help-all lists all options"),
+        ("--qqqq p", "unknown option --qqqq; poprun --help-all lists all options"),
         ("-q p", "unknown option -q;"),
         ("--n 4 p", "unknown option --n, did you mean --num-instances"),
         ("-c 4 p", "unknown option -c, did you mean --num-instances"),
