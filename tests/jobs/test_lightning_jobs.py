@@ -42,6 +42,12 @@ def test_module_checkpoint_and_log_have_the_same_bits_for_every_number_of_instan
     assert found[0][1] == 12
 
 
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "16-true"])
+def test_precisions_give_the_same_bits_for_every_number_of_instances(tmp_path, precision):
+    found = [train(each, tmp_path / str(each), f"--precision={precision}", "--epochs=1") for each in (1, 2, 4)]
+    assert found[0][:3] == found[1][:3] == found[2][:3]
+
+
 def test_a_training_resumes_on_other_instances_with_the_bits_of_an_uninterrupted_one(tmp_path):
     """The last checkpoint is from the middle of the second epoch. Workers of loaders change nothing."""
     train(2, tmp_path / "interrupted", "--steps=6", "--workers=2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 
 import numpy as np
 
@@ -38,9 +39,18 @@ def fingerprint(variables: Variables) -> str:
     """Return the SHA-256 of the bits of all leaves, in tree order, as 64 hexadecimal digits.
 
     Args:
-        variables: Pytree of arrays.
+        variables: Pytree of arrays, or of tensors of PyTorch on any device.
     """
     digest = hashlib.sha256()
     for leaf in trees.leaves(variables):
-        digest.update(np.asarray(leaf).tobytes())
+        digest.update(_host_array(leaf).tobytes())
     return digest.hexdigest()
+
+
+def _host_array(leaf: Tree) -> np.ndarray:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(leaf, torch.Tensor):
+        from strategies.torch.tensors import host_array  # NumPy converts no bfloat16, and nothing on a device
+
+        return host_array(leaf)
+    return np.asarray(leaf)

@@ -1,6 +1,6 @@
 """Train with Lightning's Trainer and the strategy "popdist", and print what the number of instances must not change.
 
-    python train_lightning.py FOLDER [--epochs 3] [--steps -1] [--workers 0] [--resume]
+    python train_lightning.py FOLDER [--epochs 3] [--steps -1] [--workers 0] [--precision 32-true] [--resume]
 
 The line has the fingerprint of the module, the loss of the test, and digests of last.ckpt and of the log.
 """
@@ -77,6 +77,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=-1)
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--precision", default="32-true")
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
     options.folder.mkdir(exist_ok=True)
@@ -87,6 +88,7 @@ def main():
     trainer = pl.Trainer(
         strategy="popdist",
         accelerator="cpu",
+        precision=options.precision,
         max_epochs=options.epochs,
         max_steps=options.steps,
         logger=CSVLogger("."),

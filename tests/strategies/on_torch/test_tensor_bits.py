@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import strategies
 from strategies.torch.tensors import have_same_bits
 
 ZERO = torch.zeros(3)
@@ -34,3 +35,13 @@ def test_bits_are_compared_and_not_numbers(one, other, expected):
 def test_a_parameter_is_compared_with_its_copy():
     parameter = torch.nn.Parameter(torch.ones(2))
     assert have_same_bits(parameter, parameter.detach().clone())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_a_fingerprint_of_tensors_is_that_of_their_bits(device, dtype):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("PyTorch sees no GPU here")
+    tensors = [torch.arange(6).to(dtype).reshape(2, 3), torch.tensor(-1).to(dtype)]
+    arrays = [one.view(torch.int16).numpy() if dtype is torch.bfloat16 else one.numpy() for one in tensors]
+    assert strategies.fingerprint([one.to(device) for one in tensors]) == strategies.fingerprint(arrays)
