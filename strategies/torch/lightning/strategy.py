@@ -27,6 +27,7 @@ from strategies.torch.lightning.objects import broadcast_object, gather_objects
 from strategies.torch.lightning.replica_batches import ReplicaBatches, by_replica
 from strategies.torch.lightning.replica_loader import ReplicaLoader, dealt
 from strategies.torch.lightning.steps import ReplicaSteps
+from strategies.torch.on_device.determinism import use_deterministic_operations
 from strategies.torch.replica_memory import chosen_here
 from strategies.torch.tensors import as_tensor, host_array
 from strategies.typing import Batch, Tree
@@ -150,6 +151,8 @@ class PopDistLightningStrategy(ParallelStrategy):
             connector = self._module.trainer._accelerator_connector
             self._injects = connector.use_distributed_sampler
             connector.use_distributed_sampler = False  # Lightning would deal rows to processes
+        if not self._is_on_cpu and self.strategy.defaults.deterministic:
+            use_deterministic_operations(os.environ)  # before Lightning starts CUDA
         threads = self._options.get("intra_op_threads", 1)
         if threads is not None:
             torch.set_num_threads(threads)  # also for evaluations without a training
