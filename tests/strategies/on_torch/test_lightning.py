@@ -3,12 +3,16 @@
 # ruff: noqa: E402 - nothing may be imported before the skip
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 pl = pytest.importorskip("pytorch_lightning", reason="PyTorch Lightning is not installed")
 
 import torch
+from lightning_fabric.utilities.rank_zero import rank_zero_only as of_fabric
 from lightning_modules import ROWS, Noisy, Regression, bits, fitted, loader, rows_of, trainer_of
+from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset, WeightedRandomSampler
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection, MinMaxMetric, SpearmanCorrCoef
@@ -24,6 +28,17 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::RuntimeWarning"
 )
 REPLICAS = 4
+
+
+@pytest.fixture(autouse=True)
+def process_of_lightning():
+    """Restore what Lightning keeps for the whole process after each test: the rank, and the level of its logger."""
+    logger = logging.getLogger("pytorch_lightning")
+    ranks, level = (rank_zero_only.rank, of_fabric.rank), logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    rank_zero_only.rank, of_fabric.rank = ranks
+    logger.setLevel(level)
 
 
 def same(found):
