@@ -387,7 +387,7 @@ def test_a_pipeline_trains_with_all_tokens_on_any_number_of_instances(on_instanc
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"map_gradient": lambda gradient, variable: gradient}, "that weights of losses have multiplied"),
+        ({"map_gradient": lambda gradient, variable: gradient}, "that weights have multiplied"),
         ({"compute_dtype": "float16"}, "use compute_dtype='bfloat16'"),
     ],
 )

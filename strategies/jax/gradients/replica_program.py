@@ -175,7 +175,7 @@ class ReplicaProgram:
         if is_weighted:
             self._refuse_float16(transfer)
             if self._has_collectives:
-                self._refuse_with_collectives()
+                self.refuse_to_multiply_losses("the loss function gives weights and has collectives of replicas")
 
     @property
     def means(self) -> list[jax.ShapeDtypeStruct]:
@@ -464,17 +464,23 @@ class ReplicaProgram:
                 "multiplied by large weights; use gradient_transfer_dtype='bfloat16', or no weights"
             )
 
-    def _refuse_with_collectives(self) -> None:
-        """Raise if the loss, which collectives mix with those of other replicas, cannot be multiplied by its weight."""
+    def refuse_to_multiply_losses(self, because: str) -> None:
+        """Raise if a loss cannot be multiplied by its weight before its gradients are computed.
+
+        Args:
+            because: Reason for messages.
+
+        Raises:
+            ValueError: If `map_gradient` would get weighted gradients, or the loss is computed in float16.
+        """
         if self.accumulation.map_gradient is not None:
             raise ValueError(
-                "the loss function gives weights and has collectives of replicas, so map_gradient would get gradients "
-                "that weights have multiplied; use only one of them"
+                f"{because}, so map_gradient would get gradients that weights have multiplied; use only one of them"
             )
         if self.precision.compute == jnp.float16:
             raise ValueError(
-                "the loss function gives weights and has collectives of replicas, so the loss is multiplied by large "
-                "weights, which overflow in float16; use compute_dtype='bfloat16', or no weights"
+                f"{because}, so the loss is multiplied by large weights, which overflow in float16; use "
+                "compute_dtype='bfloat16', or no weights"
             )
 
     def _loss_of_one(self, variables: Variables, batch: Batch, index: jax.Array, model_state: Tree) -> Tree:

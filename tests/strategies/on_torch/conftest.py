@@ -73,6 +73,18 @@ def everywhere(on_instances):
     return run
 
 
+@pytest.fixture
+def on_path(on_instances, monkeypatch):
+    """Provide a function that runs another one on instances with a path of gradients; the CPU acts as device."""
+
+    def run(path, *arguments):
+        with monkeypatch.context() as patch:
+            patch.setenv("POPDIST_EXCHANGE", path)
+            return on_instances(*arguments)
+
+    return run
+
+
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
     """Limit plain PyTorch to one thread for comparisons, since replicas have one."""

@@ -93,19 +93,24 @@ def test_accumulated_batches_make_one_step(everywhere):
     assert same(everywhere(2, train))[1] == 3  # of five batches
 
 
+class Line(Regression):
+    """A module whose steps of several replicas are those of one process with all of their rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+        with torch.no_grad():
+            [one.fill_(0.1) for one in self.parameters()]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def test_accumulation_is_the_mean_over_the_batches():
     """Three batches of one replica have the gradient of one batch three times as large."""
-
-    class Plain(Regression):
-        def __init__(self):
-            super().__init__()
-            self.net = torch.nn.Linear(4, 1)
-            with torch.no_grad():
-                [one.fill_(0.1) for one in self.parameters()]
-
     strategy = strategies.IPUStrategy(1)
-    parts, _ = fitted(strategy, Plain(), loader(batch_size=2), max_steps=1, accumulate_grad_batches=15)
-    whole, _ = fitted(strategy, Plain(), loader(batch_size=30), max_steps=1)
+    parts, _ = fitted(strategy, Line(), loader(batch_size=2), max_steps=1, accumulate_grad_batches=15)
+    whole, _ = fitted(strategy, Line(), loader(batch_size=30), max_steps=1)
     for one, other in zip(parts.parameters(), whole.parameters(), strict=True):
         assert torch.allclose(one, other, rtol=1e-4)
 
@@ -135,19 +140,6 @@ def test_scaled_losses_give_the_same_bits(everywhere):
 
 
 # ---- attributes, weights of losses, manual optimization
-
-
-class Line(Regression):
-    """A module whose steps of several replicas are those of one process with all of their rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(4, 1)
-        with torch.no_grad():
-            [one.fill_(0.1) for one in self.parameters()]
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fitted_plainly(module, training):
