@@ -49,8 +49,9 @@ def fingerprint(variables: Variables) -> str:
 
 def _host_array(leaf: Tree) -> np.ndarray:
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(leaf, torch.Tensor):
-        from strategies.torch.tensors import host_array  # NumPy converts no bfloat16, and nothing on a device
-
-        return host_array(leaf)
-    return np.asarray(leaf)
+    if torch is None or not isinstance(leaf, torch.Tensor):
+        return np.asarray(leaf)
+    tensor = leaf.detach().cpu()
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.view(torch.int16)  # NumPy has no bfloat16
+    return np.asarray(tensor)
