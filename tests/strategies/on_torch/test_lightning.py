@@ -13,7 +13,7 @@ import torch
 from lightning_fabric.utilities.rank_zero import rank_zero_only as of_fabric
 from lightning_modules import ROWS, Noisy, Regression, bits, fitted, loader, rows_of, trainer_of
 from lightning_utilities.core.rank_zero import rank_zero_only
-from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
+from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint, ModelSummary
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset, WeightedRandomSampler
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection, MinMaxMetric, SpearmanCorrCoef
 
@@ -556,6 +556,18 @@ def test_hooks_of_batches_see_each_replica_s_batch():
 
     module, _ = fitted(strategies.IPUStrategy(2), Shifts(), loader(), max_steps=1)
     assert module.seen[:2] == (3, 3)
+
+
+def test_a_summary_runs_the_example_of_a_module_s_input():
+    class Example(Regression):
+        example_input_array = torch.zeros(2, 4)
+
+        def forward(self, x):
+            return self.net(x)
+
+    module, trainer = fitted(strategies.IPUStrategy(2), Example(), max_epochs=1, callbacks=[ModelSummary()])
+    other, _ = fitted(strategies.IPUStrategy(2), max_epochs=1)
+    assert bits(module) == bits(other)
 
 
 def test_outputs_of_training_steps_list_the_replicas():
