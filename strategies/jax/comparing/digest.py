@@ -43,15 +43,13 @@ def fingerprint(variables: Variables) -> str:
     """
     digest = hashlib.sha256()
     for leaf in trees.leaves(variables):
-        digest.update(_host_array(leaf).tobytes())
+        digest.update(_bytes_of(leaf))
     return digest.hexdigest()
 
 
-def _host_array(leaf: Tree) -> np.ndarray:
+def _bytes_of(leaf: Tree) -> bytes:
     torch = sys.modules.get("torch")
-    if torch is None or not isinstance(leaf, torch.Tensor):
-        return np.asarray(leaf)
-    tensor = leaf.detach().cpu()
-    if tensor.dtype is torch.bfloat16:
-        tensor = tensor.view(torch.int16)  # NumPy has no bfloat16
-    return np.asarray(tensor)
+    if torch is not None and isinstance(leaf, torch.Tensor):  # NumPy converts no bfloat16, and nothing on a device
+        on_host = leaf.detach().cpu().resolve_conj().resolve_neg()
+        return bytes(on_host.reshape(-1).view(torch.uint8).numpy())
+    return np.asarray(leaf).tobytes()
