@@ -132,7 +132,7 @@ class IPUPipelineEstimator(Estimator):
             if mode == ModeKeys.PREDICT:
                 if len(outputs) != 1:
                     raise ValueError(f"the last stage returns {len(outputs)} arrays; return one, or a dictionary")
-                return own.spec(outputs[0])
+                return own.spec(predictions=outputs[0])
             if mode == ModeKeys.EVAL:
                 metrics = dict(own.eval_metrics_fn(*outputs))
                 return own.spec(loss=metrics.pop("loss", 0.0), eval_metric_ops=metrics)
