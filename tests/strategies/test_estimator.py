@@ -283,6 +283,17 @@ def test_a_host_function_without_a_result_is_refused():
         IPUEstimator(model_fn).train(increasing(3), steps=1)
 
 
+def test_a_variable_of_the_model_and_of_the_host_is_refused():
+    def model_fn(features, mode):
+        w = est.get_variable("w")
+        return IPUEstimatorSpec(
+            mode, loss=w, train_op=optax.sgd(1.0), host_call=(lambda w: w + est.get_variable("w"), [w])
+        )
+
+    with pytest.raises(ValueError, match="host_call makes {'w'}"):
+        IPUEstimator(model_fn).train(increasing(3), steps=1)
+
+
 def test_a_host_function_that_applies_no_gradients_is_refused():
     def model_fn(features, mode):
         loss = est.get_variable("w")

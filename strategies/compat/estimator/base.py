@@ -190,7 +190,8 @@ class Estimator(ABC):
                     losses.append(metrics.get(REPORTED, metrics["loss"]))
                 if not losses:
                     break
-                loss = float(np.mean(losses)) * (len(network.host) * strategy.num_instances if network.update else 1)
+                workers = strategy.num_replicas_in_sync // config.devices.num_replicas
+                loss = float(np.mean(losses)) * (workers if network.update else 1)
                 if log_steps and before // log_steps < run.step // log_steps:
                     logger.info("loss = %s, step = %d", loss, run.step)
                 results = {"loss": loss, "global_step": run.step}

@@ -130,7 +130,7 @@ class ModelInMode:
 
         Raises:
             TypeError: If it returns nothing.
-            ValueError: If it does not apply the gradients that it gets.
+            ValueError: If it does not apply the gradients that it gets, or makes a variable of `model_fn`.
         """
         if self.spec.host_call is None:
             return
@@ -144,6 +144,8 @@ class ModelInMode:
             variables = CallVariables(kept, None, step, self._seed)
             with variables.active():
                 returned = function(*[one if isinstance(one, Gradient) else next(own) for one in given])
+            if clash := variables.values.keys() & {*self.trained, *(self.state or ())}:
+                raise ValueError(f"host_call makes {clash}, which model_fn has too; name each variable once")
             kept.update(variables.values)
             if returned is None:
                 raise TypeError("the function of host_call returns None; return an array, or an update")
