@@ -178,12 +178,13 @@ def _norms(layers: Layers, members: Members) -> ReadingOfSteps:
     def read(later: int) -> Mapping[str, float]:
         if later:
             return {}
-        of_weights = np.asarray(weights, np.float64)
-        of_gradients = np.asarray(gradients, np.float64) / float(divisor)
         found = {}
-        for kind, norms in ((GRADIENT_NORM, of_gradients), (WEIGHT_NORM, of_weights)):
-            found[kind] = float(np.sqrt(np.square(norms).sum()))
-            found |= {f"{kind}/{name}": norm for name, norm in zip(names, norms.tolist(), strict=True)}
+        with np.errstate(all="ignore"):  # in the thread of a sink, of a step without weight or a failed training
+            of_weights = np.asarray(weights, np.float64)
+            of_gradients = np.asarray(gradients, np.float64) / float(divisor)
+            for kind, norms in ((GRADIENT_NORM, of_gradients), (WEIGHT_NORM, of_weights)):
+                found[kind] = float(np.sqrt(np.square(norms).sum()))
+                found |= {f"{kind}/{name}": norm for name, norm in zip(names, norms.tolist(), strict=True)}
         return found
 
     return read

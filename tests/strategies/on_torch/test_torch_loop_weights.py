@@ -23,6 +23,7 @@ from token_losses import (
     alone,
     bits,
     check_close,
+    check_gradients,
     data,
     loss_fn,
     mean_over_tokens,
@@ -43,15 +44,9 @@ REPLICAS = 4
 
 
 @pytest.fixture(params=["host", also("compiled")])
-def on_every_path(request, on_instances, monkeypatch):
-    """Provide a function that runs another one on instances with each path of gradients; the CPU acts as device."""
-
-    def run(*arguments):
-        with monkeypatch.context() as patch:
-            patch.setenv("POPDIST_EXCHANGE", request.param)
-            return on_instances(*arguments)
-
-    return run
+def on_every_path(request, on_path):
+    """Provide a function that runs another one on instances with each path of gradients."""
+    return functools.partial(on_path, request.param)
 
 
 def in_turns(strategy, micro_batches=1, model=None, rows=None, **options):
@@ -181,8 +176,7 @@ def test_replicas_may_have_batches_of_unequal_sizes(on_every_path):
     expected = new_model()
     F.cross_entropy(expected(batch["x"]).flatten(0, 1), batch["x"].flatten()).backward()
     for found in on_every_path(4, 4, run):
-        for own, parameter in zip(found, expected.parameters(), strict=True):
-            torch.testing.assert_close(own, parameter.grad, rtol=0, atol=1e-6)
+        check_gradients(found, expected)
 
 
 def test_weights_of_one_change_no_bit(on_every_path):
@@ -245,8 +239,7 @@ def test_synchronised_batch_norm_has_the_gradients_of_all_tokens(on_instances):
     expected = Normalised()
     mean_over_tokens(expected, rows)[0].backward()
     for found in on_instances(3, 3, run):
-        for own, parameter in zip(found, expected.parameters(), strict=True):
-            torch.testing.assert_close(own, parameter.grad, rtol=0, atol=1e-6)
+        check_gradients(found, expected)
 
 
 def test_a_loss_may_go_through_several_models(on_every_path):
@@ -263,8 +256,7 @@ def test_a_loss_may_go_through_several_models(on_every_path):
     loss, _ = mean_over_tokens(expected, data())
     (loss + expected[0].weight.square().sum()).backward()
     for found in on_every_path(2, 2, run):
-        for own, parameter in zip(found, expected.parameters(), strict=True):
-            torch.testing.assert_close(own, parameter.grad, rtol=0, atol=1e-5)
+        check_gradients(found, expected, 1e-5)
 
 
 def test_models_go_on_together_after_a_step_without_weight(on_instances):
@@ -474,8 +466,7 @@ def test_gradients_that_are_zero_are_no_obstacle():
         model.weighted_backward(*mean_over_tokens(model, data()))
     expected = new_model()
     mean_over_tokens(expected, data())[0].backward()
-    for own, parameter in zip(module.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, parameter.grad)
+    check_gradients([one.grad for one in module.parameters()], expected)
 
 
 @pytest.mark.parametrize(
@@ -616,9 +607,7 @@ def test_an_instance_that_ends_early_has_no_weight_in_join(on_every_path):
     expected = new_model()
     rows = {name: array[len(array) // 2 :] for name, array in data().items()}
     mean_over_tokens(expected, rows)[0].backward()
-    found = on_every_path(2, 2, run)[1]
-    for own, parameter in zip(found, expected.parameters(), strict=True):
-        torch.testing.assert_close(own, parameter.grad)
+    check_gradients(on_every_path(2, 2, run)[1], expected)
 
 
 def test_an_optimizer_that_looks_at_the_loss_gets_the_weighted_mean(on_instances):
