@@ -9,6 +9,7 @@ import math
 import weakref
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -473,6 +474,7 @@ def test_gradients_that_are_zero_are_no_obstacle():
     [
         (None, ValueError, r"the loss has no weight; give it, as in model\.weighted_backward\(loss, tokens\)"),
         (torch.ones(2), TypeError, r"weight of the loss is torch.float32\[2\]; give a real scalar"),
+        (np.float16(257), TypeError, r"weight of the loss is .*257.*, a float16; give a real scalar of 32 or 64 bits"),
         (-1.0, WeightError, "weight of a loss is negative or not finite at step 0"),
         (math.nan, WeightError, "weight of a loss is negative or not finite at step 0"),
     ],
