@@ -119,6 +119,10 @@ CASES = {
             "sample_weight": {"tags": OF_TOKENS, "label": OF_ROWS},
         },
     ),
+    "scaled by the optimizer": (
+        lambda: tagger(optimizer=keras.optimizers.SGD(0.1, loss_scale_factor=64.0)),
+        TOKENS_AND_TAGS,
+    ),
     "mean over rows": (lambda: of_rows(Labels), {"x": X, "y": LABELS, "sample_weight": OF_ROWS}),
 }
 
