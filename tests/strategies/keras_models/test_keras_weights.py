@@ -119,6 +119,10 @@ CASES = {
             "sample_weight": {"tags": OF_TOKENS, "label": OF_ROWS},
         },
     ),
+    "scaled by the optimizer": (
+        lambda: tagger(optimizer=keras.optimizers.SGD(0.1, loss_scale_factor=64.0)),
+        TOKENS_AND_TAGS,
+    ),
     "mean over rows": (lambda: of_rows(Labels), {"x": X, "y": LABELS, "sample_weight": OF_ROWS}),
 }
 
@@ -144,7 +148,7 @@ def test_training_is_that_of_stock_keras_with_the_rows_of_all_replicas(in_scopes
     assert bits_of(found[0][0]) == bits_of(found[1][0])
 
 
-@pytest.mark.parametrize("name", first_of(["mask", "two outputs", "mean over weights", "mask and own step"]))
+@pytest.mark.parametrize("name", first_of(["mask", "two outputs", "mean over weights", "mask and own step", "sum"]))
 def test_the_bits_are_the_same_for_every_number_of_instances(in_scopes, name):
     def run(strategy):
         model, history = trained(name, 4)
@@ -170,6 +174,18 @@ def staged(model):
 def test_micro_batches_count_with_their_tokens(in_scopes, prepare, devices):
     found = in_scopes(2, lambda strategy: trained("mask", 2, prepare), ipus_per_replica=devices)
     check("mask", found[0], batch_size=32)
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize(("prepare", "devices"), [(accumulating, 1), (staged, 2)])
+def test_a_sum_is_averaged_over_micro_batches_as_stock_keras_does(in_scopes, prepare, devices):
+    found = in_scopes(2, lambda strategy: trained("sum", 2, prepare), ipus_per_replica=devices)
+    accumulates = keras.optimizers.SGD(0.01, gradient_accumulation_steps=4)
+    stock = tagger(OfTokens, kernel_regularizer="l2", optimizer=accumulates)
+    wanted = stock.fit(**CASES["sum"][1], batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    for model, history in found:
+        assert largest_difference(values_of(model), values_of(stock)) < 1e-5
+        assert history["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
 
 @pytest.mark.complete
