@@ -341,8 +341,9 @@ def test_instances_agree_on_what_happens_without_weight(on_instances):
 
 
 def mean_of_row(variables, batch, key):
-    tokens = batch["mask"].sum()
-    return strategies.Outcome((batch["mask"] * batch["y"]).sum() / tokens, {"tokens": tokens}, weight=tokens)
+    tokens = batch["mask"].sum()  # without one, the loss is NaN and "inverse" is infinite
+    metrics = {"tokens": tokens, "inverse": 1 / tokens}
+    return strategies.Outcome((batch["mask"] * batch["y"]).sum() / tokens, metrics, weight=tokens)
 
 
 @pytest.mark.parametrize("instances", [1, 2])
@@ -356,9 +357,11 @@ def test_an_evaluation_is_the_mean_over_all_tokens(on_instances, instances):
 
     wanted = rows["y"][rows["mask"]].mean(dtype=np.float64)
     counts = rows["mask"].sum(-1)
+    assert 0 in counts
     for found in on_instances(instances, REPLICAS, evaluated):
         assert found["loss"] == pytest.approx(wanted, rel=1e-6)
         assert found["tokens"] == (counts**2).sum() / counts.sum()
+        assert found["inverse"] == pytest.approx((counts > 0).sum() / counts.sum(), rel=1e-6)
 
 
 def test_a_bad_weight_in_an_evaluation_is_an_error_on_all_instances(on_instances):
