@@ -14,6 +14,7 @@ from torch.jit import optimized_execution
 
 from popdist.switches import require_switches
 from strategies.argument_checks import at_least, positive
+from strategies.core.weights import ERROR
 from strategies.errors import StrategyError
 from strategies.strategy import Strategy
 from strategies.torch.gradient_averaging import GradientAveraging
@@ -62,6 +63,8 @@ class DistributedModel(torch.nn.Module):
         verify_steps: Number of first updates after which instances compare the bits of all parameters, at the end of
             the next backward pass. Bits are also compared after updates 2, 4, 8 and so on, and whenever instances
             have written parameters unequally often. 0 turns comparisons off.
+        zero_weight: The end of a step whose losses all have the weight 0. "error": it raises `ZeroWeightError`. "skip":
+            every `grad` of the module is None then, so that optimizers of `torch.optim` change no parameter.
 
     Attributes:
         module: The module that was given.
@@ -83,6 +86,7 @@ class DistributedModel(torch.nn.Module):
         intra_op_threads: int | None = 1,
         stream_gradients: bool | None = None,
         verify_steps: int = 1,
+        zero_weight: str = ERROR,
     ) -> None:
         super().__init__()
         options = TorchOptions(
@@ -91,6 +95,7 @@ class DistributedModel(torch.nn.Module):
             model_state_aggregation=model_state_aggregation,
             stream_gradients=stream_gradients,
             verify_steps=verify_steps,
+            zero_weight=zero_weight,
         )
         if options.transfer.is_quantised:
             raise StrategyError(
@@ -192,7 +197,8 @@ class DistributedModel(torch.nn.Module):
             StrategyError: If some backward passes of a step have no weight, gradients of an earlier step are left, or
                 the program has changed gradients since the last pass of this step.
             WeightError: On all instances, if a weight is negative or not finite.
-            ZeroWeightError: On all instances, if all weights are 0. Gradients are 0 then, and buffers have changed.
+            ZeroWeightError: On all instances, if all weights are 0, unless `zero_weight` is "skip". Gradients are 0
+                then, and buffers have changed.
         """
         refuse_to_be_compiled()
         require_switches(retain_graph=retain_graph)

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from strategies.core.distributions import look, tell_look
 from strategies.core.journal import Recorded
 from strategies.core.survival import together, warn_of_loss
 from strategies.errors import StrategyError
@@ -22,6 +23,7 @@ from strategies.torch.gradient_exchange import (
     refuse_gradients_of_some,
 )
 from strategies.torch.gradient_hooks import GradientHooks
+from strategies.torch.layers import layers_of_loop
 from strategies.torch.local_gradients import LocalGradients
 from strategies.torch.loop_agreement import LoopAgreement
 from strategies.torch.loop_buffers import LoopBuffers
@@ -34,7 +36,7 @@ from strategies.torch.on_device.device_loop_exchange import DeviceLoopExchange
 from strategies.torch.on_device.paths import path_of_loops
 from strategies.torch.options import TorchOptions
 from strategies.torch.outcomes import refuse_where_replicas_meet
-from strategies.torch.pass_weights import divide_by_weight, quotient, refuse_lacking, refuse_without_mean
+from strategies.torch.pass_weights import divide_by_weight, has_mean, quotient, refuse_lacking
 from strategies.torch.sync_batch_norm import seat_in_loop, sync_layers_of
 from strategies.torch.tensors import dtype_of, tensors_in
 from strategies.torch.training import received_tensors, refuse_modules, take_over
@@ -76,7 +78,7 @@ class GradientAveraging:
         self._pass: ModelPass | None = None
         self._is_behind = False  # whether the module has changed, so that a new plan is needed
         self._has_warned = False  # whether it has warned that a lost instance ends the job
-        self._title = ""
+        self._number = 0  # among the models that share a communicator; 0: not known yet
         self.named: list[tuple[str, torch.nn.Parameter]] = []
         self._numbers: dict[int, int] = {}
         self.known: set[int] = set()
@@ -110,7 +112,7 @@ class GradientAveraging:
             if self._exchange is not None:
                 self.follow()
                 self._look_again()
-            if self._title:
+            if self._number:
                 is_behind = self._is_behind  # then new parts of the module are still to be compared
                 self._follow_module()
                 self._make_plan()
@@ -136,9 +138,9 @@ class GradientAveraging:
         together(self._replicas, attempt, share, lambda: True, recorded)
 
     def _entitle(self) -> None:
-        if not self._title:
+        if not self._number:
             self.passes.models += 1
-            self._title = "gradients" if self.passes.models == 1 else f"gradients of model {self.passes.models}"
+            self._number = self.passes.models
 
     def begin_alike(self, root: int) -> None:
         """Take over the parameters and buffers of the instance `root`. Collective."""
@@ -208,7 +210,8 @@ class GradientAveraging:
     def _exchange_of(self, parameters: tuple[Parameter, ...]) -> LoopExchange:
         """Return the exchange for these parameters. Collective."""
         communicator, count = self._replicas.communicator, self._replicas.num_replicas_in_sync
-        plan = TorchGradientPlan(parameters, self._options.transfer, title=self._title)
+        title = "gradients" if self._number == 1 else f"gradients of model {self._number}"
+        plan = TorchGradientPlan(parameters, self._options.transfer, title=title)
         is_one_each = 1 < count == communicator.size
         path = path_of_loops(self._replicas, self.device, self._obstacle) if is_one_each else None
         if path is not None:
@@ -409,7 +412,31 @@ class GradientAveraging:
         last = self.loop.weights.total
         self.loop.next_step()
         self.loop.weights.last = last
-        refuse_without_mean(weight, step)
+        self.end_step(weight, step)
+
+    def end_step(self, weight: float | None, step: int) -> None:
+        """Show the layers of a step to sinks of metrics if they are due; remove the gradients of a step without a mean.
+
+        Args:
+            weight: The mean weight of the losses; None if they have no weights.
+            step: The number of steps before this one.
+
+        Raises:
+            WeightError: On all instances, if weights have no mean; see `has_mean`.
+        """
+        is_applied = has_mean(weight, step, self._options.zero_weight)
+        if (settings := self._replicas.distributions) is not None:
+            layers = partial(layers_of_loop, self._watch.named, self._replicas)
+            tell_look(self._replicas, look(settings, step, layers, self._replicas), self._prefix)
+        if not is_applied:
+            for one in self.parameters:
+                one.grad = None
+
+    @property
+    def _prefix(self) -> str:
+        """The beginning of the names of this model's layers in sinks."""
+        self._entitle()
+        return "" if self._number == 1 else f"model_{self._number}/"
 
     def _average(self, model_pass: ModelPass, is_active: bool) -> Tail:
         """Run a whole exchange in one call: take the gradients, then exchange every bucket."""

@@ -18,7 +18,6 @@ from strategies.torch.gradient_averaging import GradientAveraging
 from strategies.torch.loop_means import LoopMeans, Turn, refuse_spares
 from strategies.torch.module_parts import Slot, slots_of
 from strategies.torch.outcomes import outcome_of, weighted_value
-from strategies.torch.pass_weights import refuse_without_mean
 from strategies.torch.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import parts_of, tensors_of
 from strategies.typing import Batch
@@ -89,7 +88,7 @@ class ReplicaTurns:
 
         recorded = Recorded[LoopMeans]("backward pass of all replicas", lambda means: bool, refuse_spares)
         means = surviving(replicas, attempt, catch_up, self._averaging.shared, recorded)
-        refuse_without_mean(means.weight, self._averaging.loop.step - 1)
+        self._averaging.end_step(means.weight, self._averaging.loop.step - 1)
         return torch.tensor(means.loss)
 
     # ---- one replica after another

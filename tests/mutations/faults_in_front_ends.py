@@ -414,8 +414,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="gradients of two models have the same names",
         path="strategies/torch/gradient_averaging.py",
-        old='self._title = "gradients" if self.passes.models == 1 else',
-        new='self._title = "gradients" if self.passes.models else',
+        old='title = "gradients" if self._number == 1 else',
+        new='title = "gradients" if self._number else',
         caught_by="tests/strategies/on_torch/test_gradient_averaging.py::TestSeveralModels::test_models_used_in_different_orders_are_an_error",
     ),
     Fault(

@@ -157,6 +157,25 @@ def test_weights_of_one_change_no_bit(on_instances):
     assert on_instances(1, REPLICAS, lambda strategy: trained(strategy, weighted_alike(1.0))[1:]) == [unweighted]
 
 
+def double(variables, batch, key):
+    return jnp.square(variables["w"] - 1 / 3).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "options"),
+    [
+        (lambda *given: strategies.Outcome(double(*given), weight=3), {}),
+        (double, {"loss_scaling": 8.0}),
+        (double, {"loss_scaling": 8.0, "map_gradient": lambda gradient, variable: gradient}),
+    ],
+)
+def test_gradients_of_64_bits_keep_them(strategy, loss_fn, options):
+    with jax.enable_x64(True):
+        trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.25), **options)
+        state, _ = trainer.step(trainer.init({"w": np.zeros(3)}), {"x": np.ones(REPLICAS)})
+        np.testing.assert_allclose(state.variables["w"], 1 / 6, rtol=1e-15)
+
+
 def test_equal_weights_of_any_size_change_results_by_rounding_only(strategy):
     unweighted = trained(strategy, plain)
     for weight in (2.0**24, 7):
@@ -384,10 +403,25 @@ def test_a_pipeline_trains_with_all_tokens_on_any_number_of_instances(on_instanc
     assert [found[1:] for found in on_instances(2, REPLICAS, run, ipus_per_replica=2)] == [tuple(one)] * 2
 
 
+def test_a_pipeline_refuses_a_loss_of_weight_0_that_is_not_finite(on_instances):
+    """Its gradients would be NaN in all stages, and the loss of the step finite."""
+
+    def loss_fn(variables, batch, key):
+        outcome = in_stages(variables, batch, key)
+        with strategies.pipeline_stage(1):
+            return strategies.Outcome(jnp.where(outcome.weight > 0, outcome.loss, jnp.nan), weight=outcome.weight)
+
+    def refused(strategy):
+        with pytest.raises(WeightError, match="or it is 0 and the loss is not finite, .* at step 0"):
+            trained(strategy, loss_fn, pipeline=strategies.Pipelining([0, 1], schedule="sequential"))
+
+    on_instances(1, REPLICAS, refused, ipus_per_replica=2)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"map_gradient": lambda gradient, variable: gradient}, "that weights of losses have multiplied"),
+        ({"map_gradient": lambda gradient, variable: gradient}, "that weights have multiplied"),
         ({"compute_dtype": "float16"}, "use compute_dtype='bfloat16'"),
     ],
 )

@@ -116,5 +116,9 @@ def times_weight(values: jax.Array, weight: jax.Array) -> jax.Array:
         values: Values of any floating-point dtype; the result is float32 if it is narrower.
         weight: Weight of `travelling`.
     """
-    wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))
-    return jnp.where(weight > 0, wide * weight, 0)
+    return jnp.where(weight > 0, widened(values) * weight, 0)
+
+
+def widened(values: jax.Array) -> jax.Array:
+    """Return floating-point values as float32 if they are narrower; traceable."""
+    return values.astype(jnp.promote_types(values.dtype, jnp.float32))
