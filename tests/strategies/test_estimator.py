@@ -870,7 +870,7 @@ def test_evaluations_after_the_first_wait_for_their_time():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: IPUEstimator(None), ValueError, "give a function"),
+        (lambda: IPUEstimator(None), TypeError, "give a function"),
         (lambda: IPUEstimator(lambda x: x), ValueError, "not expected"),
         (lambda: IPUEstimator(lambda features: 0, params={}), ValueError, "does not include params"),
         (lambda: IPUEstimator(square, config={}), TypeError, "RunConfig"),
@@ -883,13 +883,14 @@ def test_evaluations_after_the_first_wait_for_their_time():
         (lambda: IPUEstimator(square).train(lambda: (1, 2)), TypeError, "iterable of batches"),
         (lambda: IPUEstimator(square).train(list), ValueError, "too few batches"),
         (lambda: IPUEstimator(square).train(lambda: [(1, 2, 3)]), ValueError, "3 parts"),
+        (lambda: IPUEstimator(square).train(lambda: [()]), ValueError, "0 parts"),
         (lambda: IPUEstimator(square).train(pairs([[1], [1, 2]], [[1], [1, 2]])), ValueError, "inhomogeneous"),
         (lambda: IPUEstimator(passed_on(jnp.sum)).train(pairs([1], [1])), ValueError, "does not take labels"),
         (lambda: IPUEstimator(square).evaluate(pairs([1], [1]), checkpoint_path="nowhere"), Exception, "nowhere"),
         (lambda: IPUEstimatorSpec("training"), ValueError, "ModeKeys"),
         (lambda: IPUEstimatorSpec("train", loss=1), ValueError, "Missing train_op"),
         (lambda: IPUEstimatorSpec("infer"), ValueError, "Missing predictions"),
-        (lambda: EstimatorOptimizer("sgd"), TypeError, "optax"),
+        (lambda: IPUEstimator(two_variables(lambda *_: {"train_op": "sgd"})).train(listed([1])), TypeError, "optax"),
         (lambda: RunConfig(train_distribute="mirrored"), TypeError, "strategy|Strategy"),
         (lambda: RunConfig(save_checkpoints_steps=1, save_checkpoints_secs=1), ValueError, "both"),
         (lambda: TrainSpec(listed([1]), max_steps=-1), ValueError, "max_steps"),
@@ -904,6 +905,15 @@ def test_evaluations_after_the_first_wait_for_their_time():
 def test_misuse_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_batch_may_have_labels_alone():
+    def model_fn(features, labels, mode):
+        loss = est.get_variable("w", initializer=1.0) * jnp.mean(labels)
+        return IPUEstimatorSpec(mode, loss=loss if features is None else 0.0, train_op=optax.sgd(1.0))
+
+    estimator = IPUEstimator(model_fn).train(lambda: [(None, np.float32([1, 3]))])
+    assert estimator.get_variable_value("w") == -1
 
 
 def test_a_batch_of_another_shape_is_refused():

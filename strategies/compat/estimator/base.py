@@ -91,8 +91,6 @@ class Estimator(ABC):
     ) -> None:
         if not isinstance(config, RunConfig | None):
             raise wrong_type("config", config, "use a RunConfig")
-        if not callable(model_fn):
-            raise ValueError(f"model_fn is {model_fn!r}; give a function")
         taken = arguments_of(model_fn)
         others = taken - self._takes - {"mode", "params", "config"}
         if others or "features" in self._takes - taken:
@@ -391,8 +389,6 @@ class Estimator(ABC):
         self, input_fn: InputFunction, mode: str, is_over: Callable[[], bool] = lambda: False
     ) -> tuple[Tree, Iterator[Masked]]:
         """Return a replica's first element, and the elements of this instance's replicas for each step."""
-        if not callable(input_fn):
-            raise wrong_type("input_fn", input_fn, "use a function that returns an iterable of batches")
         strategy, each = self.strategy_of(mode), self.config.devices.num_replicas
         own, total = strategy.local_replicas, strategy.num_replicas_in_sync
         if len(own) % each:
@@ -427,6 +423,8 @@ class Estimator(ABC):
 
 def arguments_of(function: Function) -> set[str]:
     """Return the names of a function's arguments that a `functools.partial` has not given."""
+    if not callable(function):
+        raise wrong_type("model_fn or input_fn", function, "give a function")
     return inspect.signature(function).parameters.keys() - getattr(function, "keywords", {}).keys()
 
 

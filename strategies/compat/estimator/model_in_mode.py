@@ -215,6 +215,6 @@ def _shapes(element: Tree) -> Tree:
 
 def _element(given: Element) -> tuple[Tree, ...]:
     parts = tuple(given) if isinstance(given, tuple | list) else (given,)
-    if len(parts) > 2:
+    if not 0 < len(parts) < 3:
         raise ValueError(f"a batch of input_fn has {len(parts)} parts; give features, or (features, labels)")
-    return tuple(trees.map(np.asarray, part) for part in parts if part is not None)
+    return tuple(trees.map(np.asarray, part) for part in (parts[:-1] if parts[-1] is None else parts))

@@ -100,7 +100,7 @@ class IPUPipelineEstimator(Estimator):
 
     _takes = frozenset[str]()
 
-    @functools.cache  # noqa: B019  an estimator has few modes
+    @functools.lru_cache(maxsize=3)  # noqa: B019  the modes of one estimator; earlier ones are freed
     def _pipeline(self, mode: str) -> IPUPipelineEstimatorSpec:
         spec = self._spec(IPUPipelineEstimatorSpec, mode)
         shards, used = self.config.devices.num_shards, num_devices(spec.mapping, len(spec.stages))

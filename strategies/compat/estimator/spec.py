@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import optax
-
 from strategies.argument_checks import wrong_type
 from strategies.compat.estimator.run_config import ModeKeys
 from strategies.compat.estimator.variables import current_call
-from strategies.jax.updates.optimizers import AnyOptimizer, MapGradientOptimizer
+from strategies.jax.updates.optimizers import AnyOptimizer
 from strategies.typing import Function, Leaf, Metric, Tree
 
 
@@ -37,15 +35,10 @@ class EstimatorOptimizer:
     """An optimizer of optax with the methods of TensorFlow's.
 
     A step averages the gradients of all workers, as if each had divided its loss by their number and they were added.
-
-    Raises:
-        TypeError: If `opt` is neither a gradient transformation of optax nor a `MapGradientOptimizer`.
     """
 
     def __init__(self, opt: AnyOptimizer | EstimatorOptimizer, averages_replicas: bool = False) -> None:
         self.opt: AnyOptimizer = opt.opt if isinstance(opt, EstimatorOptimizer) else opt
-        if not isinstance(self.opt, optax.GradientTransformation | MapGradientOptimizer):
-            raise wrong_type("opt", opt, "use a gradient transformation of optax")
         self.averages_replicas = averages_replicas
 
     def minimize(self, loss: Leaf, global_step: object = None, var_list: Sequence[Leaf] | None = None) -> Update:
@@ -137,10 +130,9 @@ class IPUEstimatorSpec:
         if self.mode == ModeKeys.EVAL and (self.eval_metric_ops is None) == (self.eval_metrics is None):
             raise ValueError("give exactly one of eval_metric_ops and eval_metrics in mode 'eval'")
         for name, kinds in (("host_call", list | tuple), ("eval_metrics", list | tuple | Mapping)):
-            function, arrays = (
-                call if isinstance(call := getattr(self, name), tuple) and len(call) == 2 else (None, None)
-            )
-            if call is not None and not (callable(function) and isinstance(arrays, kinds)):
+            call = getattr(self, name)
+            is_call = isinstance(call, tuple) and len(call) == 2 and callable(call[0]) and isinstance(call[1], kinds)
+            if call is not None and not is_call:
                 raise wrong_type(name, call, "use a tuple of a function and a list of arrays")
 
     @property
