@@ -458,6 +458,28 @@ class Backward(Regression):
         loss.backward()
 
 
+class WritesInPlace(Regression):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def validation_step(self, batch, batch_idx):
+        self.seen += len(batch[0])
+
+
+class AssignsABuffer(WritesInPlace):
+    def validation_step(self, batch, batch_idx):
+        self.seen = self.seen + len(batch[0])
+
+
+@pytest.mark.parametrize("module", [WritesInPlace, AssignsABuffer])
+def test_evaluations_that_write_buffers_are_refused(module):
+    """Instances would go on with buffers of their own rows, and checkpoints would have those of instance 0."""
+    with pytest.raises(StrategyError, match="validation_step has written the buffer seen, which would have the rows"):
+        trainer_of(strategies.IPUStrategy(2)).validate(module(), loader(), verbose=False)
+    assert trainer_of(strategies.IPUStrategy(1)).validate(module(), loader(), verbose=False) == [{}]
+
+
 class LogsVectors(Regression):
     def training_step(self, batch, batch_idx):
         self.log("x", batch[0][0])
