@@ -11,7 +11,6 @@ from strategies.argument_checks import wrong_type
 from strategies.compat.estimator.run_config import ModeKeys
 from strategies.compat.estimator.variables import current_call
 from strategies.jax.updates.optimizers import AnyOptimizer, MapGradientOptimizer
-from strategies.outcome import Outcome
 from strategies.typing import Function, Leaf, Metric, Tree
 
 
@@ -57,7 +56,7 @@ class EstimatorOptimizer:
         """Return a handle of the gradient for each variable, and the variable.
 
         Args:
-            loss: Floating-point scalar.
+            loss: Floating-point scalar, or an `Outcome`.
             var_list: Results of `get_variable`, or Keras variables; None for all that `model_fn` has read.
 
         Raises:
@@ -104,12 +103,13 @@ class IPUEstimatorSpec:
     Attributes:
         mode: A member of `ModeKeys`.
         predictions: Array, or dictionary of arrays, with a row for each row of the features.
-        loss: Scalar, the mean over the rows of the batch.
+        loss: Scalar, the mean over the rows of the batch; an `Outcome` with a `weight` for weighted means.
         train_op: Result of an `EstimatorOptimizer`, or an optimizer of optax; an array leaves that to `host_call`.
         eval_metric_ops: Metrics by name: scalars, averaged over batches, or `strategies.Mean`.
         eval_metrics: `(function, arrays)`; the function returns metrics by name, given NumPy arrays of a batch.
         host_call: `(function, arrays)`; after each step the function is called for each worker, with NumPy arrays and
-            gradients of `compute_gradients`, for which it must return the result of `apply_gradients`.
+            gradients of `compute_gradients`, for which it must return the result of `apply_gradients`. There,
+            `get_variable` returns a NumPy array of the worker, which the function may change in place.
         training_hooks: Objects as for `IPUEstimator.train`; also `evaluation_hooks` and `prediction_hooks`.
 
     Raises:
@@ -142,8 +142,6 @@ class IPUEstimatorSpec:
             )
             if call is not None and not (callable(function) and isinstance(arrays, kinds)):
                 raise wrong_type(name, call, "use a tuple of a function and a list of arrays")
-        if isinstance(self.loss, Outcome):
-            raise wrong_type("loss", self.loss, "use a scalar; an estimator knows no weights of replicas")
 
     @property
     def host_arguments(self) -> Sequence[Leaf]:

@@ -177,6 +177,32 @@ def test_attributes_that_steps_assign_belong_to_their_replica(everywhere):
     assert same(everywhere(REPLICAS, train))[1] == 13
 
 
+def test_numbers_that_differ_between_replicas_have_no_value_in_hooks(on_instances):
+    """The hook of an instance would see one replica's rows only. An instance with one replica is a process of DDP."""
+
+    class Accumulates(Line):
+        def on_validation_epoch_start(self):
+            self.total, self.batches = 0.0, 0
+
+        def validation_step(self, batch, batch_idx):
+            self.total += self.loss(batch)
+            self.batches += 1
+
+        def on_validation_epoch_end(self):
+            self.log("mean", self.total / self.batches, sync_dist=True)
+
+    def validate(strategy):
+        [found] = trainer_of(strategy).validate(Accumulates(), loader(rows_of(24)), verbose=False)
+        return found["mean"]
+
+    match = r"Accumulates.total was assigned in a step and is .* in replica 0, .* in replica 1, so outside of steps it"
+    with pytest.raises(StrategyError, match=match):
+        on_instances(1, 2, validate)
+    module = Line()
+    expected = module.loss(rows_of(24).tensors).item()
+    assert same(on_instances(2, 2, validate)) == pytest.approx(expected, rel=1e-5)
+
+
 class Masked(Line):
     """A module whose loss is a mean over some of the rows."""
 
