@@ -219,14 +219,14 @@ class DistributedModel(torch.nn.Module):
         refuse_to_be_compiled()
         averaging = self._averaging
         is_followed = averaging.follow()
-        seat, draws = averaging.seat.taken(), averaging.loop.forward_pass(self.training, averaging.device)
+        seat, draws = averaging.seat.taken(), averaging.loop.forward_pass(self.training, averaging.parts.device)
         if not is_followed:
             with seat, draws:
                 return self.module(*arguments, **named)
         is_again = torch._C._current_graph_task_id() >= 0  # a checkpoint recomputes this pass
         collects = self.training and torch.is_grad_enabled() and not is_again and not is_asked_for()
         stating = states_to(averaging.loop.weights.stated) if collects else nullcontext()
-        with seat, draws, optimized_execution(False), averaging.writes.watching(), stating:
+        with seat, draws, optimized_execution(False), averaging.parts.changes.writes.watching(), stating:
             outputs = self.module(*arguments, **named)
         averaging.watch(outputs)
         return outputs
@@ -279,7 +279,7 @@ class DistributedModel(torch.nn.Module):
         while not averaging.join_once():
             pass
         steps = self._strategy.communicator.all_gather(np.array(averaging.loop.step), name="steps made")
-        averaging.begin_alike(int(steps.argmax()))
+        averaging.parts.begin_alike(int(steps.argmax()))
         averaging.loop.step = int(steps.max())
 
     # ---- copies
