@@ -283,6 +283,7 @@ def test_a_host_function_without_a_result_is_refused():
         IPUEstimator(model_fn).train(increasing(3), steps=1)
 
 
+@pytest.mark.complete
 def test_a_variable_of_the_model_and_of_the_host_is_refused():
     def model_fn(features, mode):
         w = est.get_variable("w")
@@ -494,14 +495,10 @@ def test_a_loss_that_is_not_a_number_ends_the_training_before_a_checkpoint(tmp_p
 
 def test_first_values_depend_on_the_seed():
     def model_fn(features, mode):
-        loss = jnp.sum(est.get_variable("w", (2, 2)))
-        return IPUEstimatorSpec(mode, loss=loss, train_op=optax.sgd(1.0), eval_metric_ops={})
+        return IPUEstimatorSpec(mode, jnp.sum(est.get_variable("w", (2, 2))) + features)
 
-    found = [
-        IPUEstimator(model_fn, config=RunConfig(tf_random_seed=seed)).evaluate(increasing(3), steps=1)["loss"]
-        for seed in (1, 1, 2)
-    ]
-    assert found[0] == found[1] != found[2]
+    one, other = (IPUEstimator(model_fn, config=RunConfig(tf_random_seed=seed)) for seed in (1, 2))
+    assert list(one.predict(listed([0]))) != list(other.predict(listed([0])))
 
 
 class Told:
@@ -907,6 +904,7 @@ def test_misuse_is_refused(call, error, message):
         call()
 
 
+@pytest.mark.complete
 def test_a_batch_may_have_labels_alone():
     def model_fn(features, labels, mode):
         loss = est.get_variable("w", initializer=1.0) * jnp.mean(labels)
