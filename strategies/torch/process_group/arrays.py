@@ -20,6 +20,7 @@ _GATHERED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
+_PLAIN = (torch.Tensor.__torch_dispatch__, torch.nn.Parameter.__torch_dispatch__)
 _IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
 
@@ -27,11 +28,17 @@ def refuse_others(tensors: Sequence[torch.Tensor]) -> None:
     """Refuse tensors that are not in the memory of the host.
 
     Raises:
-        UnsupportedBufferError: A tensor is on a device, or sparse.
+        UnsupportedBufferError: A tensor is on a device, or sparse, or has no memory of its own.
     """
     for tensor in tensors:
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-            kind = "" if tensor.layout is torch.strided else "sparse "
+        if type(tensor).__torch_dispatch__ not in _PLAIN:
+            raise UnsupportedBufferError(
+                f"the backend popdist takes plain tensors, not {type(tensor).__name__}, which wraps another one; give "
+                "the one inside, such as tensor.to_local() of a DTensor, or tensor.wait() of an AsyncCollectiveTensor"
+            )
+        is_dense = tensor.layout is torch.strided
+        if tensor.device.type != "cpu" or not is_dense or tensor.is_quantized:
+            kind = "quantized " if tensor.is_quantized else "" if is_dense else "sparse "
             raise UnsupportedBufferError(
                 f"the backend popdist takes dense tensors on the CPU, not a {kind}tensor on {tensor.device}; move it "
                 "with tensor.cpu(), or make a group of another backend for it: new_group(backend='nccl')"
@@ -61,6 +68,11 @@ def description(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}[{','.join(map(str, tensor.shape))}]"
 
 
+def descriptions(tensors: Sequence[torch.Tensor]) -> str:
+    """Format several tensors, so that calls with another number of tensors differ from the first tensor on."""
+    return " ".join(map(description, tensors))
+
+
 def copy_into(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Copy flat values into a tensor, unless they are its memory."""
     if tensor.data_ptr() != values.data_ptr() or not tensor.is_contiguous():
@@ -68,16 +80,16 @@ def copy_into(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def all_reduce(communicator: Communicator, values: torch.Tensor, op: str, name: str = "") -> torch.Tensor:
-    """Reduce a flat tensor over all ranks in the order of the tree; return it, or another one with the result.
+    """Reduce a tensor over all ranks in the order of the tree; return it or another one, with the result.
 
     Args:
         communicator: Ranks of the group.
-        values: Flat contiguous tensor; may be overwritten.
+        values: Contiguous tensor; may be overwritten.
         op: Name of the operation in `torch.distributed.ReduceOp`.
         name: Facts for the comparison of calls.
     """
     if values.dtype is torch.bool and op in _OF_BOOLS:
-        return all_reduce(communicator, values.view(torch.uint8), _OF_BOOLS[op], name or "bool").view(torch.bool)
+        return all_reduce(communicator, values.view(torch.uint8), _OF_BOOLS[op], f"bool {op} {name}").view(torch.bool)
     if op in _ORDERED:
         communicator.all_reduce(numbers(values), _ORDERED[op], name=name)
         return values
@@ -91,7 +103,7 @@ def reduce_scatter(
     if op in _ORDERED and values.dtype is not torch.bool:
         communicator.reduce_scatter(numbers(values), numbers(out), _ORDERED[op], name=name)
         return
-    whole = all_reduce(communicator, values.clone(), op, name or "reduce_scatter")
+    whole = all_reduce(communicator, values.clone(), op, f"reduce_scatter {name}")
     out.copy_(whole.view(communicator.size, -1)[communicator.rank])
 
 
@@ -135,7 +147,7 @@ class _Memory:
 
 def _combined(communicator: Communicator, values: torch.Tensor, op: str, name: str) -> torch.Tensor:
     """Reduce by gathering: for operations that the collectives do not have."""
-    rows = torch.from_numpy(communicator.all_gather(bits(values), name=f"{name}{op} {values.dtype}"))
+    rows = torch.from_numpy(communicator.all_gather(bits(values), name=f"{op} {description(values)} {name}"))
     if not values.numel():  # view refuses the strides of rows without elements
         return values
     each = [row.view(values.dtype) for row in rows]

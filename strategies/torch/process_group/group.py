@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from collectives import Communicator, LayoutMismatchError
 from strategies.torch.process_group import arrays
-from strategies.torch.process_group.arrays import bits, copy_into, description, flat, shaped
+from strategies.torch.process_group.arrays import bits, copy_into, description, descriptions, flat, shaped
 from strategies.torch.process_group.messages import Messages
 from strategies.torch.process_group.works import NO_LIMIT, GroupWork, WorkQueue
 
@@ -97,9 +97,11 @@ class PopDistProcessGroup(RankedGroup):
         return self._description
 
     # torch.distributed.checkpoint asks on which devices the group works, and torch then asks for the backend there.
+    # While PyTorch 2.15 registers the group, it attaches a flight recorder if there are devices, which needs C++.
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        is_registered = self in distributed_c10d._world.pg_map  # type: ignore[comparison-overlap]  # see RankedGroup
+        return [torch.device("cpu")] if is_registered else []
 
     def _get_backend(self, device: torch.device) -> PopDistProcessGroup:
         if torch.device(device).type != "cpu":
@@ -131,7 +133,7 @@ class PopDistProcessGroup(RankedGroup):
         [output], [tensors] = outputs, inputs
         _refuse_others_than(output, tensors, self.size(), "reduce_scatter")
         op = _op_of(opts, output)
-        action = partial(self._scatter_reduced, output, tensors, op)
+        action = partial(self._scatter_reduced, output, tensors, op, descriptions(tensors))
         return self._begin("reduce_scatter", action, [output, *tensors], opts, 1)
 
     def reduce_scatter_single(
@@ -150,7 +152,7 @@ class PopDistProcessGroup(RankedGroup):
 
         def action() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
-                self._scatter_reduced(output, [tensor], op)
+                self._scatter_reduced(output, [tensor], op, descriptions(inputs))
 
         return self._begin("reduce_scatter_single", action, [*outputs, *inputs], opts, len(outputs))
 
@@ -158,18 +160,19 @@ class PopDistProcessGroup(RankedGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduce_each(self, tensors: Tensors, op: str) -> None:
+        name = descriptions(tensors) if len(tensors) > 1 else ""
         for tensor in tensors:  # in their shapes, so that calls with other shapes differ
-            copy_into(tensor, arrays.all_reduce(self._communicator, shaped(tensor), op))
+            copy_into(tensor, arrays.all_reduce(self._communicator, shaped(tensor), op, name))
 
     def _reduce_to(self, tensor: torch.Tensor, op: str, root: int) -> None:
-        reduced = arrays.all_reduce(self._communicator, flat(tensor).clone(), op, f"reduce to rank {root}")
+        reduced = arrays.all_reduce(self._communicator, shaped(tensor).clone(), op, f"reduce to rank {root}")
         if self.rank() == root:
             copy_into(tensor, reduced)
 
-    def _scatter_reduced(self, output: torch.Tensor, tensors: Tensors, op: str) -> None:
+    def _scatter_reduced(self, output: torch.Tensor, tensors: Tensors, op: str, name: str) -> None:
         values = flat(tensors[0]) if len(tensors) == 1 else torch.cat([flat(each) for each in tensors])
         out = flat(output)
-        arrays.reduce_scatter(self._communicator, values, out, op)
+        arrays.reduce_scatter(self._communicator, values, out, op, name)
         copy_into(output, out)
 
     # ---- moves
@@ -181,7 +184,7 @@ class PopDistProcessGroup(RankedGroup):
         def action() -> None:
             for tensor in tensors:
                 values = flat(tensor)
-                self._communicator.broadcast(bits(values), root, name=description(tensor))
+                self._communicator.broadcast(bits(values), root, name=descriptions(tensors))
                 copy_into(tensor, values)
 
         return self._begin("broadcast", action, tensors, opts)
@@ -192,7 +195,7 @@ class PopDistProcessGroup(RankedGroup):
         _refuse_others_than(tensor, tensors, self.size(), "all_gather")
 
         def action() -> None:
-            _deal_out(self._gathered(tensor), tensors, tensor.dtype)
+            _deal_out(self._gathered(tensor, inputs), tensors, tensor.dtype)
 
         return self._begin("all_gather", action, [*tensors, tensor], opts, len(tensors))
 
@@ -203,7 +206,7 @@ class PopDistProcessGroup(RankedGroup):
 
         def action() -> None:
             for number, tensor in enumerate(inputs):
-                _deal_out(self._gathered(tensor), [each[number] for each in outputs], tensor.dtype)
+                _deal_out(self._gathered(tensor, inputs), [each[number] for each in outputs], tensor.dtype)
 
         results = [tensor for each in outputs for tensor in each]
         return self._begin("all_gather_coalesced", action, [*results, *inputs], opts, len(results))
@@ -224,7 +227,7 @@ class PopDistProcessGroup(RankedGroup):
         def action() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
                 values = flat(output)
-                self._gathered(tensor, bits(values).reshape(self.size(), -1))
+                self._gathered(tensor, inputs, bits(values).reshape(self.size(), -1))
                 copy_into(output, values)
 
         return self._begin("all_gather_single", action, [*outputs, *inputs], opts, len(outputs))
@@ -265,6 +268,9 @@ class PopDistProcessGroup(RankedGroup):
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: AllToAllOptions | None = None) -> GroupWork:
         """Send one tensor to each rank, and receive one from each."""
+        return self._all_to_all(outputs, inputs, opts, descriptions([each.new_empty(0) for each in inputs[:1]]))
+
+    def _all_to_all(self, outputs: Tensors, inputs: Tensors, opts: AllToAllOptions | None, name: str) -> GroupWork:
         if not len(outputs) == len(inputs) == self.size():
             raise ValueError(
                 f"all_to_all was called with {len(inputs)} inputs and {len(outputs)} outputs in a group of "
@@ -273,7 +279,7 @@ class PopDistProcessGroup(RankedGroup):
 
         def action() -> None:
             blocks = self._exchanged(
-                [bits(flat(each)) for each in inputs], [each.numel() * each.itemsize for each in outputs]
+                [bits(flat(each)) for each in inputs], [each.numel() * each.itemsize for each in outputs], name
             )
             for output, block in zip(outputs, blocks, strict=True):
                 _deal_out(block[np.newaxis], [output], output.dtype)
@@ -293,7 +299,8 @@ class PopDistProcessGroup(RankedGroup):
         sent = _splits_of(tensor, input_splits, self.size(), "input")
         if not output.is_contiguous():
             raise ValueError("the output of all_to_all_single is not contiguous; give a contiguous tensor")
-        return self.alltoall(list(output.split(received)), list(tensor.split(sent)), opts)
+        name = description(tensor[:0])  # dtype and shape of the rows, of which ranks have different numbers
+        return self._all_to_all(list(output.split(received)), list(tensor.split(sent)), opts, name)
 
     alltoall_base = all_to_all_single
 
@@ -301,10 +308,10 @@ class PopDistProcessGroup(RankedGroup):
         """Wait until all ranks have called this."""
         return self._begin("barrier", self._communicator.barrier, [], opts)
 
-    def _gathered(self, tensor: torch.Tensor, out: np.ndarray | None = None) -> np.ndarray:
-        return self._communicator.all_gather(bits(flat(tensor)), out, name=description(tensor))
+    def _gathered(self, tensor: torch.Tensor, among: Tensors, out: np.ndarray | None = None) -> np.ndarray:
+        return self._communicator.all_gather(bits(flat(tensor)), out, name=descriptions(among))
 
-    def _exchanged(self, blocks: Sequence[np.ndarray], expected: Sequence[int]) -> list[np.ndarray]:
+    def _exchanged(self, blocks: Sequence[np.ndarray], expected: Sequence[int], name: str) -> list[np.ndarray]:
         """Send block r to rank r; return the block that each rank sends to this one.
 
         The ranks first tell each other all sizes, so that all of them see a mismatch. In round d each rank sends to the
@@ -312,7 +319,7 @@ class PopDistProcessGroup(RankedGroup):
         """
         rank, size = self.rank(), self.size()
         own = np.array([[block.size for block in blocks], expected], np.int64)
-        sizes = self._communicator.all_gather(own, name="all_to_all")
+        sizes = self._communicator.all_gather(own, name=f"all_to_all {name}")
         _refuse_crossed_sizes(sizes)
         received: list[np.ndarray] = [np.empty(0, np.uint8)] * size
         received[rank] = blocks[rank]

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from collectives import (
     BrokenError,
@@ -291,6 +292,29 @@ DIFFERENT = {
     "roots": lambda group, rank: dist.broadcast(torch.ones(3), group_src=rank, group=group),
     "roots of reduce": lambda group, rank: dist.reduce(torch.ones(3), group_dst=rank, group=group),
     "calls": lambda group, rank: dist.barrier(group) if rank else dist.all_reduce(torch.ones(3), group=group),
+    "shapes of products": lambda group, rank: dist.all_reduce(
+        torch.ones((2, 3) if rank else (3, 2)), dist.ReduceOp.PRODUCT, group=group
+    ),
+    "shapes of reduce": lambda group, rank: dist.reduce(
+        torch.ones((2, 3) if rank else (3, 2)), group_dst=0, group=group
+    ),
+    "shapes of reduce_scatter": lambda group, rank: dist.reduce_scatter_single(
+        torch.ones(3), torch.ones((2, 3) if rank else 6), group=group
+    ),
+    "booleans of reduce": lambda group, rank: dist.reduce(
+        torch.ones(3, dtype=torch.bool if rank else torch.uint8), op=dist.ReduceOp.MAX, group_dst=0, group=group
+    ),
+    "operations on booleans": lambda group, rank: dist.all_reduce(
+        torch.ones(3, dtype=torch.bool), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM, group=group
+    ),
+    "dtypes of all_to_all": lambda group, rank: dist.all_to_all(
+        *([torch.ones(3, dtype=torch.int32 if rank else torch.float32) for _ in range(2)] for _ in range(2)),
+        group=group,
+    ),
+    "rows of all_to_all": lambda group, rank: dist.all_to_all_single(
+        *(torch.ones((2, 2) if rank else 4) for _ in range(2)), group=group
+    ),
+    "numbers of tensors": lambda group, rank: group.allreduce_coalesced([torch.ones(3)] * (1 + rank)).wait(),
     "reduce and all_reduce": lambda group, rank: (
         dist.reduce(torch.ones(3), group_dst=0, group=group) if rank else dist.all_reduce(torch.ones(3), group=group)
     ),
@@ -451,9 +475,10 @@ def test_a_lost_rank_ends_the_waits_of_the_others():
     [
         (torch.ones(2, device="meta"), "takes dense tensors on the CPU, not a tensor on meta; move it with tensor.cpu"),
         (torch.ones(2).to_sparse(), "not a sparse tensor on cpu"),
+        (AsyncCollectiveTensor(torch.ones(2)), "plain tensors, not AsyncCollectiveTensor, which wraps another one"),
         (torch.ones(2).to(torch.float8_e4m3fn), "cannot reduce torch.float8_e4m3fn; convert it"),
     ],
-    ids=["device", "sparse", "float8"],
+    ids=["device", "sparse", "wrapper", "float8"],
 )
 def test_tensors_that_cannot_be_reduced_are_refused_before_others_are_involved(tensor, words):
     def program(group):
@@ -461,6 +486,17 @@ def test_tensors_that_cannot_be_reduced_are_refused_before_others_are_involved(t
             with pytest.raises(UnsupportedBufferError, match=words):
                 dist.all_reduce(tensor, group=group)
         dist.barrier(group=group)
+
+    on_ranks(2, program)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation")
+def test_quantized_tensors_are_refused_because_their_scales_would_not_move():
+    tensor = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
+
+    def program(group):
+        with pytest.raises(UnsupportedBufferError, match="not a quantized tensor on cpu"):
+            dist.broadcast(tensor, group_src=0, group=group)
 
     on_ranks(2, program)
 
