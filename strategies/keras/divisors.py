@@ -1,4 +1,4 @@
-"""Losses that Keras divides by a sum over rows: over a mask, or over sample weights.
+"""Losses that Keras divides by a sum over rows, over a mask or over sample weights, and losses that are sums.
 
 Replicas have different rows, and so different divisors, and the mean of their losses is not the loss of all rows. If
 the model has one such loss, and nothing else in its loss depends on rows, the divisor is the weight of a replica's
@@ -79,6 +79,11 @@ def by_mean_of_replicas(loss: jax.Array, divisor: jax.Array) -> jax.Array:
     mean = get_replica_context().all_reduce("mean", divisor)
     found: jax.Array = keras.ops.divide_no_nan(loss * divisor.astype(loss.dtype), mean.astype(loss.dtype))
     return found
+
+
+def sum_of_replicas(loss: jax.Array) -> jax.Array:
+    """Return the sum of a replica's rows times the number of replicas: the mean of these is the sum of all rows."""
+    return loss * get_replica_context().num_replicas_in_sync
 
 
 class LossDivision:

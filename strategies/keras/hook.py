@@ -11,11 +11,11 @@ from collections.abc import Callable
 import keras
 
 from strategies.errors import StrategyError
-from strategies.keras.divisors import present_rule
+from strategies.keras.divisors import present_rule, sum_of_replicas
 from strategies.keras.extensions import METHODS, Extensions
 from strategies.keras.in_programs import KerasState
 from strategies.keras.model import FORWARDED, ReplicatedModel
-from strategies.keras.patches import TRIED, ask_before_loops, ask_of_divided_losses, give_methods, tell_of_new_models
+from strategies.keras.patches import TRIED, ask_before_loops, ask_of_losses, give_methods, tell_of_new_models
 from strategies.keras.protocols import ModelLike
 from strategies.strategy import get_strategy
 
@@ -68,7 +68,7 @@ def hook(is_scope_open: Callable[[], bool]) -> None:
         if not _is_hooked:
             tell_of_new_models(join_scope)
             ask_before_loops(refuse_in_scope)
-            ask_of_divided_losses(present_rule)
+            ask_of_losses(present_rule, sum_of_replicas)
             _is_hooked = True
 
 

@@ -68,14 +68,18 @@ def ask_before_loops(ask: Callable[[ModelLike], None]) -> None:
         setattr(keras.Model, name, _asking(getattr(keras.Model, name), ask))
 
 
-def ask_of_divided_losses(rule_of: Callable[[], Callable[[jax.Array, jax.Array], jax.Array] | None]) -> None:
-    """Let a rule replace each loss that is divided by a mask or by sample weights.
+def ask_of_losses(
+    rule_of: Callable[[], Callable[[jax.Array, jax.Array], jax.Array] | None],
+    of_sum: Callable[[jax.Array], jax.Array],
+) -> None:
+    """Let rules replace each loss that is divided by a mask or by sample weights, or is a sum.
 
     Keras has no hook for reductions of losses, which take the mask from the outputs.
 
     Args:
-        rule_of: Returns the present rule, or None. The rule gets the loss and the sum over rows by which Keras has
-            divided it, and returns the loss to use.
+        rule_of: Returns the present rule, or None, which leaves all losses as they are. The rule gets the loss and the
+            sum over rows by which Keras has divided it, and returns the loss to use.
+        of_sum: Returns the loss to use for a sum over rows.
     """
     reduce_: Callable[..., jax.Array] = loss_module.reduce_weighted_values
 
@@ -91,7 +95,10 @@ def ask_of_divided_losses(rule_of: Callable[[], Callable[[jax.Array, jax.Array],
         loss = reduce_(values, sample_weight, mask, reduction, dtype)
         if rule is None:
             return loss
-        divisor = _divisor(keras.ops.convert_to_tensor(values, dtype=dtype), sample_weight, mask, reduction)
+        values = keras.ops.convert_to_tensor(values, dtype=dtype)
+        if reduction == "sum" and values.ndim:
+            return of_sum(loss)
+        divisor = _divisor(values, sample_weight, mask, reduction)
         return loss if divisor is None else rule(loss, jax.lax.stop_gradient(divisor))
 
     loss_module.reduce_weighted_values = reduce_and_ask

@@ -162,13 +162,18 @@ class ModelFunctions:
     def losses(
         self, variables: Variables, others: Values, metrics: Values, batch: Batch, training: bool
     ) -> tuple[jax.Array, list[Array], list[Array], Logs]:
-        """Return the loss, the new values of untrained variables and of metrics, and the logs; traceable by JAX."""
+        """Return the loss, the new values of untrained variables and of metrics, and the logs; traceable by JAX.
+
+        If the optimizer has a `loss_scale_factor`, gradients of the loss have that factor, and its value has not.
+        """
         x, y, sample_weight = unpack_x_y_sample_weight(batch)
         named = {"optimizer_variables": list(self.unscaled)} if training else {}
         with self.tracing() if training else nullcontext():
             loss, (unscaled, y_pred, others, metrics) = self.model.compute_loss_and_updates(
                 variables, others, metrics, x, y, sample_weight, training=training, **named
             )
+        if training and getattr(self.model.optimizer, "loss_scale_factor", None) is not None:
+            loss = _valued(unscaled, loss)
         logs, metrics = self.model._update_metrics_variables(metrics, unscaled, x, y, y_pred, sample_weight)
         return loss, list(others), list(metrics), logs
 
@@ -202,6 +207,15 @@ class ModelFunctions:
         named = {"training": False} if self.model._call_has_training_arg else {}
         outputs, _ = self.model.stateless_call(variables, others, x, **named)
         return outputs
+
+
+@jax.custom_jvp
+def _valued(value: jax.Array, derived: jax.Array) -> jax.Array:
+    """Return `value`, with the derivative of `derived`."""
+    return value
+
+
+_valued.defjvp(lambda given, tangents: (given[0], tangents[1]))
 
 
 def results_of(model: ModelLike, metrics: Values) -> Logs:

@@ -78,7 +78,8 @@ class Sinks:
         self._kept: deque[Row] = deque(maxlen=MOST)  # while another instance writes
         self._with_distributions: deque[Row] = deque()  # those among the kept rows
         self._deliveries: list[SinkDelivery] = []
-        self._is_closed = self._has_left_out = False
+        self._is_closed = self._has_left_out = self._has_repeated = False
+        self._last_step = 0
         self._at_close: list[Callable[[Sinks], object]] = []
         if job.is_chief():
             self._begin(is_first=not job.restarts)
@@ -126,6 +127,15 @@ class Sinks:
             samples: Number of elements of data in the global batch.
             distributions: Distributions of weights and gradients by name.
         """
+        if step <= self._last_step and not self._has_repeated and self._job.is_chief():
+            self._has_repeated = True
+            logger.warning(
+                "sinks get a row of step %d after that of step %d: a training began again, or several trainers write "
+                "the same names to the same sinks, so their rows are mixed; open sinks for each training with "
+                "strategies.metrics.open, or write names of your own with strategies.metrics.log",
+                *(step, self._last_step),
+            )
+        self._last_step = step
         self.add(Row(step, read, samples=samples, is_training=True, distributions=distributions))
 
     def add(self, row: Row) -> None:

@@ -19,7 +19,7 @@ IN_WEIGHTS = (
     Fault(
         name="gradients are not multiplied by the weight",
         path="strategies/jax/gradients/replica_program.py",
-        old="return [times_weight(each, values[self.places.weight]) for each in apart]",
+        old="return [weighted_terms(each, values[self.places.weight]) for each in apart]",
         new="return apart",
         caught_by=_ONE_PROCESS,
     ),

@@ -249,6 +249,21 @@ def test_the_chief_takes_norms_and_histograms_from_an_instance_that_has_complete
 ROWS_OF_MANY = {"x": np.arange(3 * 96, dtype=np.float32).reshape(96, 3) / 64}
 
 
+def test_rows_of_a_second_trainer_in_the_same_sinks_are_reported_once(caplog):
+    """Steps of one trainer rise, also after a checkpoint; those of another one repeat the numbers."""
+    told = "sinks get a row of step 8 after that of step 8: a training began again, or several trainers write"
+    with delivery_module.Sinks([Kept()], delivery_module.JobFacts()) as sinks:
+        for step in (7, 8, 9):
+            assert not caplog.messages
+            sinks.tell(step, dict, 1)
+            sinks.log({"mine": 1}, step=1)
+    with delivery_module.Sinks([Kept()], delivery_module.JobFacts()) as sinks:
+        for step in (8, 8, 9, 9):
+            sinks.tell(step, dict, 1)
+    assert [message for message in caplog.messages if message.startswith(told)] == caplog.messages
+    assert len(caplog.messages) == 1
+
+
 def test_reading_metrics_waits_for_nothing_in_the_thread_that_trains():
     """Sinks get arrays that are still being computed, and a step returns before anyone has read them."""
     may_read, read_in = threading.Event(), []

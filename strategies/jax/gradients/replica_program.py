@@ -19,7 +19,16 @@ from strategies.jax.gradients.accumulation import accumulate, accumulator_dtypes
 from strategies.jax.gradients.arguments import Trainable, check_weight, metric_names, naming_missing_keys
 from strategies.jax.gradients.leaving import XLA
 from strategies.jax.gradients.model_state import KEPT, PER_REPLICA, ModelStateRule
-from strategies.jax.gradients.tail import LOSS_SCALE, NOTICE, STEP, TailLayout, times_weight, travelling, widened
+from strategies.jax.gradients.tail import (
+    LOSS_SCALE,
+    NOTICE,
+    STEP,
+    TailLayout,
+    times_weight,
+    travelling,
+    weighted_terms,
+    widened,
+)
 from strategies.jax.replicas.replica_context import replica_context
 from strategies.jax.replicas.replicas import Replicas
 from strategies.outcome import Outcome
@@ -419,7 +428,7 @@ class ReplicaProgram:
             return gradients
         # Behind barriers, one for each gradient: XLA computes it as without a weight, and it can leave early.
         apart = [jax.lax.optimization_barrier(gradient) for gradient in gradients]
-        return [times_weight(each, values[self.places.weight]) for each in apart]
+        return [weighted_terms(each, values[self.places.weight]) for each in apart]
 
     def _called(self, variables: Variables, batch: Batch, key: jax.Array, model_state: Tree) -> Tree:
         """Call the loss function. The model state keeps its dtypes: moving means need them."""
@@ -434,7 +443,7 @@ class ReplicaProgram:
         values = jnp.asarray([loss, *(outcome.metrics[name] for name in self.names[1:])], jnp.float32)
         if outcome.weight is not None:
             weight = travelling(outcome.weight)
-            values = jnp.append(times_weight(values, weight), weight)
+            values = jnp.append(weighted_terms(values, weight), weight)
         if self.precision.scales_loss:
             loss = loss.astype(jnp.float32) * jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
         return loss, values, outcome

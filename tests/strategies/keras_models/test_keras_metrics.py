@@ -66,6 +66,27 @@ def test_counts_curves_and_matrices_cover_all_rows(in_scopes):
         assert all(found[name] == pytest.approx(stock[name], rel=1e-5) for name in stock)
 
 
+@pytest.mark.complete
+def test_metrics_of_masked_outputs_count_the_tokens_of_the_mask(alone):
+    """Nothing is learned. On JAX, stock Keras loses the mask in `fit`, and keeps it in `evaluate`."""
+    tokens = np.where(np.arange(5) < 1 + np.arange(16)[:, None] % 5, 1 + np.arange(5), 0)
+
+    def program(strategy=None):
+        embedding = keras.layers.Embedding(7, 4, keras.initializers.RandomNormal(seed=1), mask_zero=True)
+        model = keras.Sequential([keras.Input((5,)), embedding, dense(3, 3)])
+        names = {"metrics": ["accuracy"], "weighted_metrics": ["sparse_categorical_crossentropy"]}
+        model.compile(keras.optimizers.SGD(0.0), keras.losses.SparseCategoricalCrossentropy(from_logits=True), **names)
+        data = {"x": tokens, "y": tokens % 3, "sample_weight": 1.0 + tokens, "batch_size": 4, "verbose": 0}
+        told = model.evaluate(**data, return_dict=True)
+        return told if strategy is None else (told, {name: of[0] for name, of in model.fit(**data).history.items()})
+
+    evaluated, fitted = alone(program)
+    stock = program()
+    for name in ("accuracy", "sparse_categorical_crossentropy"):
+        assert evaluated[name] == pytest.approx(stock[name], rel=1e-5)
+        assert fitted[name] == pytest.approx(stock[name], rel=1e-5)
+
+
 class Largest(keras.metrics.Metric):
     def __init__(self, aggregation):
         super().__init__(name="largest")

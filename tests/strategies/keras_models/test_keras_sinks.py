@@ -71,16 +71,18 @@ def test_norms_have_the_names_of_keras_and_the_same_bits_for_every_number_of_ins
     assert norms == {f"gradient_norm/{name}" for name in names}
 
 
-def test_the_rate_of_a_schedule_of_keras_is_a_metric(alone):
+def test_sinks_get_the_rate_of_a_schedule_and_the_loss_without_the_factor_of_the_optimizer(alone):
     schedule = keras.optimizers.schedules.ExponentialDecay(0.5, decay_steps=1, decay_rate=0.5)
 
     def program(strategy):
         kept, model = KeptRows(), regression()
-        model.compile(optimizer=keras.optimizers.SGD(schedule), loss="mse")
+        model.compile(optimizer=keras.optimizers.SGD(schedule, loss_scale_factor=64.0), loss="mse")
         with strategies.metrics.open(kept):
-            model.fit(X[:48], TARGETS[:48], batch_size=4, verbose=0)
-        return [row["learning_rate"] for row in kept.values if "loss" in row]
+            [mean] = model.fit(X[:48], TARGETS[:48], batch_size=4, verbose=0).history["loss"]
+        return mean, [(row["learning_rate"], row["loss"]) for row in kept.values if "loss" in row]
 
-    found = alone(program)
-    assert found == [0.5**number for number in range(1, 1 + len(found))]
+    mean, rows = alone(program)
+    found, losses = zip(*rows, strict=True)
+    assert sum(losses) / len(losses) == pytest.approx(mean, rel=1e-5)
+    assert list(found) == [0.5**number for number in range(1, 1 + len(found))]
     assert len(found) > 1

@@ -34,11 +34,11 @@ class AddsLossToMasked(AddsLoss):
         self.supports_masking = True
 
 
-def tagger(loss=Tags, added=False, kind=keras.Sequential, **named):
+def tagger(loss=Tags, added=False, kind=keras.Sequential, optimizer=None, **named):
     embedding = layers.Embedding(7, 4, keras.initializers.RandomNormal(seed=1), mask_zero=True)
     own = [AddsLossToMasked()] if added else []
     model = kind([keras.Input((TIME,)), embedding, dense(6, 2, activation="tanh", **named), *own, dense(3, 3)])
-    model.compile(keras.optimizers.Adam(0.05), loss())
+    model.compile(optimizer or keras.optimizers.Adam(0.05), loss())
     return model
 
 
@@ -48,14 +48,14 @@ def of_rows(loss):
     return model
 
 
-def two_outputs():
+def two_outputs(of_tags="sum_over_batch_size", optimizer=None):
     given, x = keras.Input((TIME,), name="tokens"), keras.Input((6,), name="x")
     tags = dense(3, 3, name="tags")(
         layers.Embedding(7, 4, keras.initializers.RandomNormal(seed=1), mask_zero=True)(given)
     )
     model = keras.Model([given, x], {"tags": tags, "label": dense(1, 2, name="label")(x)})
-    losses = {"tags": Tags(), "label": Labels(reduction="mean_with_sample_weight")}
-    model.compile(keras.optimizers.Adam(0.05), losses, loss_weights={"tags": 1.0, "label": 0.5})
+    losses = {"tags": Tags(reduction=of_tags), "label": Labels(reduction="mean_with_sample_weight")}
+    model.compile(optimizer or keras.optimizers.Adam(0.05), losses, loss_weights={"tags": 1.0, "label": 0.5})
     return model
 
 
@@ -79,6 +79,12 @@ class OwnStep(keras.Sequential):
         return {"loss": loss}, (trained, others, of_optimizer, of_metrics)
 
 
+def added_up(make=tagger, **named):
+    """Make a model with a sum as loss; the optimizer shows the size of the gradients, as Adam does not."""
+    return make(optimizer=keras.optimizers.SGD(0.01), **named)
+
+
+OfTokens = partial(Tags, reduction="sum")
 WEIGHTED = "mean_with_sample_weight"
 TOKENS_AND_TAGS = {"x": TOKENS, "y": TAGS}
 CASES = {
@@ -103,6 +109,20 @@ CASES = {
         lambda: of_rows(partial(Labels, reduction=WEIGHTED)),
         {"x": X, "y": LABELS, "class_weight": {0: 0.3, 1: 2.0}},
     ),
+    "sum": (lambda: added_up(loss=OfTokens, kernel_regularizer="l2"), {**TOKENS_AND_TAGS, "sample_weight": OF_TOKENS}),
+    "sum in own step": (lambda: added_up(loss=OfTokens, kind=OwnStep), TOKENS_AND_TAGS),
+    "sum and mean over weights": (
+        lambda: added_up(two_outputs, of_tags="sum"),
+        {
+            "x": {"tokens": TOKENS, "x": X},
+            "y": {"tags": TAGS, "label": LABELS},
+            "sample_weight": {"tags": OF_TOKENS, "label": OF_ROWS},
+        },
+    ),
+    "scaled by the optimizer": (
+        lambda: tagger(optimizer=keras.optimizers.SGD(0.1, loss_scale_factor=64.0)),
+        TOKENS_AND_TAGS,
+    ),
     "mean over rows": (lambda: of_rows(Labels), {"x": X, "y": LABELS, "sample_weight": OF_ROWS}),
 }
 
@@ -121,14 +141,14 @@ def check(name, ours, batch_size=16):
     assert {each: pytest.approx(values, rel=1e-5) for each, values in wanted.items()} == history
 
 
-@pytest.mark.parametrize("name", only(["mask and added loss", "mean over weights"], CASES))
+@pytest.mark.parametrize("name", only(["mask and added loss", "mean over weights", "sum"], CASES))
 def test_training_is_that_of_stock_keras_with_the_rows_of_all_replicas(in_scopes, name):
     found = in_scopes(2, lambda strategy: trained(name, 4))
     check(name, found[0])
     assert bits_of(found[0][0]) == bits_of(found[1][0])
 
 
-@pytest.mark.parametrize("name", first_of(["mask", "two outputs", "mean over weights", "mask and own step"]))
+@pytest.mark.parametrize("name", first_of(["mask", "two outputs", "mean over weights", "mask and own step", "sum"]))
 def test_the_bits_are_the_same_for_every_number_of_instances(in_scopes, name):
     def run(strategy):
         model, history = trained(name, 4)
@@ -154,6 +174,18 @@ def staged(model):
 def test_micro_batches_count_with_their_tokens(in_scopes, prepare, devices):
     found = in_scopes(2, lambda strategy: trained("mask", 2, prepare), ipus_per_replica=devices)
     check("mask", found[0], batch_size=32)
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize(("prepare", "devices"), [(accumulating, 1), (staged, 2)])
+def test_a_sum_is_averaged_over_micro_batches_as_stock_keras_does(in_scopes, prepare, devices):
+    found = in_scopes(2, lambda strategy: trained("sum", 2, prepare), ipus_per_replica=devices)
+    accumulates = keras.optimizers.SGD(0.01, gradient_accumulation_steps=4)
+    stock = tagger(OfTokens, kernel_regularizer="l2", optimizer=accumulates)
+    wanted = stock.fit(**CASES["sum"][1], batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    for model, history in found:
+        assert largest_difference(values_of(model), values_of(stock)) < 1e-5
+        assert history["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
 
 @pytest.mark.complete
