@@ -36,7 +36,7 @@ def test_catching_tests_exist_in_the_default_tier(test: str) -> None:
 
 
 def test_no_catching_test_or_case_is_left_to_the_complete_tier(request: pytest.FixtureRequest) -> None:
-    """Of the files that this run has collected as a whole."""
+    """Compare with the files that this run has collected as a whole."""
     chosen_by = request.config.option
     if chosen_by.keyword or chosen_by.markexpr or any("::" in argument for argument in request.config.args):
         pytest.skip("only some tests of each file were collected")
