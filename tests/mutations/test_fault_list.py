@@ -35,6 +35,19 @@ def test_catching_tests_exist_in_the_default_tier(test: str) -> None:
         assert "pytest.mark.complete" not in marks, "the default tier does not run it"
 
 
+def test_no_catching_test_or_case_is_left_to_the_complete_tier(request: pytest.FixtureRequest) -> None:
+    """Compare with the files that this run has collected as a whole."""
+    chosen_by = request.config.option
+    if chosen_by.keyword or chosen_by.markexpr or any("::" in argument for argument in request.config.args):
+        pytest.skip("only some tests of each file were collected")
+    items = request.session.items
+    in_default = {item.nodeid for item in items if not item.get_closest_marker("complete")}
+    in_default |= {name.partition("[")[0] for name in in_default}
+    files = {item.nodeid.partition("::")[0] for item in items}
+    needed = {fault.caught_by for fault in FAULTS if fault.caught_by.partition("::")[0] in files}
+    assert needed - in_default == set()
+
+
 def test_a_fault_changes_text_that_occurs_exactly_once() -> None:
     assert SOME.planted_in("x(a, b)") == "x(b, a)"
     for text, times in {"": 0, "a, b; a, b": 2}.items():

@@ -285,7 +285,9 @@ RARE = (
     "warm-up", "clipvalue", "nadam", "adafactor", "lamb", "convolutions of series", "pooled images", "lion",
     "accumulation of Keras", "a curve", "ignored classes", "without jit", "group normalisation", "noise", "gru with dropout",
     "images", "lora", "validation_split", "a generator", "muon", "swapped averages", "thawed between", "own train_step",
-    "half precision", "two inputs",
+    "half precision", "two inputs", "lstm", "attention", "two outputs", "clipnorm", "global_clipnorm", "adapted", "momentum",
+    "spectral normalisation", "metrics with a state", "batches by number", "schedule in executions", "weights of classes",
+    "regularizers and constraints", "weight decay", "a sum as loss", "average of weights", "rates in executions", "loss scale",
 )  # fmt: skip
 
 

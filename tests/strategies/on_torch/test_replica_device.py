@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from tiers import only
 from torch import nn
 from torch_modules import MODULES, data, loss_fn, new_module, sgd_trainer
 
@@ -236,7 +237,7 @@ OF_DEVICES = {
 
 class TestExchangesOnTheDevice:
     @pytest.mark.parametrize("options", OF_DEVICES.values(), ids=OF_DEVICES)
-    @pytest.mark.parametrize("replicas", [4, 6])  # with both numbers some instances have several nodes of the tree
+    @pytest.mark.parametrize("replicas", only([6], [4, 6]))  # some instances have several nodes of the tree
     def test_exchanges_on_the_device_have_the_bits_of_the_host(self, on_instances, replicas, options):
         module = new_module("convolutions")
         [expected] = on_instances(1, replicas, lambda strategy: trained(strategy, module, **options))
