@@ -75,9 +75,13 @@ def room_of(path: Path, package: str) -> str:
 def imported_by_name(tree: ast.Module) -> Iterator[str]:
     """Yield the names that a file passes to `import_module`, if they are literal."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        if isinstance(node, ast.Call) and _last_name(node.func).endswith(("import_module", "__import__")):
             parts = getattr(node.args[0], "values", [node.args[0]])  # the literal beginning of an f-string
             yield str(parts[0].value) if isinstance(parts[0], ast.Constant) else ""
+
+
+def _last_name(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def imports_of(path: Path) -> Iterator[str]:

@@ -29,7 +29,8 @@ class Outcome:
         weight: Finite scalar of at least 0 that the loss and metrics count with, such as the number of tokens of the
             batch; float32, so counts up to 2**24 are exact. Gradients, loss and metrics are then weighted means over
             all replicas and micro-batches: `sum(weight * value) / sum(weight)`. A weight of 0 leaves the values out,
-            even if they are NaN. None: all count the same.
+            even if they are NaN; in a pipeline of JAX, or with collectives of replicas, the loss must be finite then.
+            None: all count the same.
     """
 
     loss: Number

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -83,17 +83,19 @@ DOORS = {
 PUBLIC = {"popdist", "strategies", "strategies.keras", "collectives", *OF_TORCH}
 
 
-def imports_of(path: Path) -> Iterator[str]:
-    """Yield the full names of all imports in a module, including imports by name unless the file is a door."""
+@functools.cache
+def imports_of(path: Path) -> frozenset[str]:
+    """Return the full names of all imports in a module, including imports by name unless the file is a door."""
     tree = ast.parse(path.read_text())
-    yield from [] if path.relative_to(ROOT).as_posix() in DOORS else draw_rooms.imported_by_name(tree)
+    names = set() if path.relative_to(ROOT).as_posix() in DOORS else set(draw_rooms.imported_by_name(tree))
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
             assert node.module
-            yield node.module
+            names.add(node.module)
+    return frozenset(names)
 
 
 def test_only_doors_import_our_modules_by_name() -> None:
@@ -111,7 +113,7 @@ def test_no_package_imports_a_door() -> None:
     """Therefore no circle contains a door."""
     doors = {path.removesuffix(".py").replace("/", ".") for path in DOORS if not path.endswith("__init__.py")}
     others = [path for package in OURS for path in modules_of(package) if path.name != "__init__.py"]
-    assert [path for path in others if doors & set(imports_of(path))] == []
+    assert [path for path in others if doors & imports_of(path)] == []
 
 
 def allowed_in(path: Path) -> set[str]:

@@ -21,7 +21,7 @@ ANY = {
     "poprun/verify": 1,
     "strategies": 12,
     "strategies/checkpoints": 21,
-    "strategies/compat": 29,
+    "strategies/compat": 28,
     "strategies/data": 5,
     "strategies/exchange": 2,
     "strategies/jax": 74,

@@ -111,7 +111,7 @@ def pack_call(function: Callable[..., object], args: Sequence[object]) -> list[P
 
     Raises:
         LaunchError: cloudpickle is not installed.
-        TypeError: The function, or what it refers to, cannot be pickled.
+        TypeError: The function, an argument, or what the function refers to cannot be pickled.
     """
     try:
         with _by_value_if_necessary(function):
@@ -120,24 +120,33 @@ def pack_call(function: Callable[..., object], args: Sequence[object]) -> list[P
         raise
     except Exception as error:
         raise TypeError(
-            f"the function {name_of(function)} cannot be sent to instances, because it refers to "
-            f"{_culprit(function) or 'an object'}, which cannot be pickled: {error}; make such objects (strategies, "
-            "trainers, files, locks) inside the function"
+            f"the function {name_of(function)} cannot be sent to instances, because it {_culprit(function, args)}, "
+            f"which cannot be pickled: {error}; make such objects (strategies, trainers, files, locks) inside the "
+            "function"
         ) from error
 
 
-def _culprit(function: Callable[..., object]) -> str:
-    """Return the first variable outside of a function that it uses and that cannot be pickled; "" if unknown."""
+def _culprit(function: Callable[..., object], args: Sequence[object]) -> str:
+    """Return the first argument, or else variable outside of the function that it uses, that cannot be pickled."""
+    for number, value in enumerate(args, 1):
+        if not _can_be_packed(value):
+            return f"gets argument {number}, a {type(value).__name__}"
     try:
         used = inspect.getclosurevars(function)
     except (TypeError, ValueError):  # not a Python function, or a variable without a value yet
-        return ""
+        return "refers to an object"
     for name, value in {**used.globals, **used.nonlocals}.items():
-        try:
-            pack(value)
-        except Exception:
-            return f"{name}, a {type(value).__name__}"
-    return ""
+        if not _can_be_packed(value):
+            return f"refers to {name}, a {type(value).__name__}"
+    return "refers to an object"
+
+
+def _can_be_packed(value: object) -> bool:
+    try:
+        pack(value)
+    except Exception:
+        return False
+    return True
 
 
 def name_of(function: Callable[..., object]) -> str:

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from collectives.instruments import is_seen
 from popdist.instance import replica_blocks
 from popdist.records.distribution_settings import GRADIENT_NORM, WEIGHT_NORM, DistributionSettings
 from strategies.core.members import Members
 from strategies.core.metrics import ReadingOfSteps, UnreadArray
 from strategies.exchange.shards import Shards
 from strategies.sinks.distribution import Distribution
+from strategies.sinks.sink import Row
 from strategies.typing import Leaf, Tree
 
 _GRADIENTS, _WEIGHTS = "gradients", "weights"
@@ -126,6 +128,24 @@ def look(settings: DistributionSettings, step: int, layers: Callable[[], Layers]
         )
 
 
+def tell_look(members: Members, seen: LayerLook | None, prefix: str) -> None:
+    """Hand the norms and distributions of a step to sinks and instruments, without metrics.
+
+    Args:
+        members: The instances.
+        seen: The look at the step; None if nothing was due.
+        prefix: Beginning of all names.
+    """
+    if seen is None:
+        return
+    numbers = {f"{prefix}{name}": number for name, number in seen.read(0).items()}
+    distributions = {f"{prefix}{name}": each for name, each in seen.distributions.items()}
+    for sinks in members.sinks:
+        sinks.add(Row(seen.step, lambda: numbers, distributions=distributions))
+    if numbers and is_seen(members.instruments.step_numbers):
+        members.instruments.step_numbers(numbers)
+
+
 def _no_norms(later: int) -> Mapping[str, float]:
     return {}
 
@@ -158,12 +178,13 @@ def _norms(layers: Layers, members: Members) -> ReadingOfSteps:
     def read(later: int) -> Mapping[str, float]:
         if later:
             return {}
-        of_weights = np.asarray(weights, np.float64)
-        of_gradients = np.asarray(gradients, np.float64) / float(divisor)
         found = {}
-        for kind, norms in ((GRADIENT_NORM, of_gradients), (WEIGHT_NORM, of_weights)):
-            found[kind] = float(np.sqrt(np.square(norms).sum()))
-            found |= {f"{kind}/{name}": norm for name, norm in zip(names, norms.tolist(), strict=True)}
+        with np.errstate(all="ignore"):  # in the thread of a sink, of a step without weight or a failed training
+            of_weights = np.asarray(weights, np.float64)
+            of_gradients = np.asarray(gradients, np.float64) / float(divisor)
+            for kind, norms in ((GRADIENT_NORM, of_gradients), (WEIGHT_NORM, of_weights)):
+                found[kind] = float(np.sqrt(np.square(norms).sum()))
+                found |= {f"{kind}/{name}": norm for name, norm in zip(names, norms.tolist(), strict=True)}
         return found
 
     return read

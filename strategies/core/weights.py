@@ -40,7 +40,13 @@ def travelling(weight: float) -> np.float32:
     return number if number >= 0 and np.isfinite(number) else np.float32(np.nan)
 
 
-def is_weighted(weight: float, step: int, zero_weight: str, who: Callable[[], Sequence[int]] | None = None) -> bool:
+def is_weighted(
+    weight: float,
+    step: int,
+    zero_weight: str,
+    who: Callable[[], Sequence[int]] | None = None,
+    needs_finite: bool = False,
+) -> bool:
     """Return whether a step may be applied; False if all weights are zero, and the step is to be skipped.
 
     The arguments are the same on all instances, so all of them raise, or none does.
@@ -50,6 +56,7 @@ def is_weighted(weight: float, step: int, zero_weight: str, who: Callable[[], Se
         step: Number of steps so far.
         zero_weight: Option `zero_weight`.
         who: Returns the replicas with a weight that is negative or not finite, for the message. May be collective.
+        needs_finite: Whether the weight of a loss is also NaN if it was 0 and the loss is not finite.
 
     Raises:
         WeightError: If a weight is negative or not finite.
@@ -57,9 +64,13 @@ def is_weighted(weight: float, step: int, zero_weight: str, who: Callable[[], Se
     """
     if not math.isfinite(weight):
         where = "" if who is None else f" on the replicas {who()}"
+        also, divide = "", ""
+        if needs_finite:
+            also = ", or it is 0 and the loss is not finite, as a mean over no tokens is,"
+            divide = ", and in a pipeline or with collectives divide a sum by jnp.maximum(tokens, 1)"
         raise WeightError(
-            f"the weight of a loss is negative or not finite at step {step}{where}; the step was not applied: return a "
-            "weight that is finite and at least 0, such as the number of tokens"
+            f"the weight of a loss is negative or not finite{also} at step {step}{where}; the step was not applied: "
+            f"return a weight that is finite and at least 0, such as the number of tokens{divide}"
         )
     if weight == 0 and zero_weight == ERROR:
         raise ZeroWeightError(

@@ -218,7 +218,8 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         """Return whether losses have a weight above 0, or no weights; raise if they have no mean."""
         if not program.places.is_weighted:
             return True
-        return is_weighted(float(tail[program.places.weight]), state.step, self._options.zero_weight)
+        weight, zero_weight = float(tail[program.places.weight]), self._options.zero_weight
+        return is_weighted(weight, state.step, zero_weight, needs_finite=program.weighs_losses)
 
     def _means(self, pending: JaxPending) -> tuple[Gradients, Shards | None]:
         return pending.step.means, pending.step.update.mean_shards

@@ -9,7 +9,6 @@ from enum import Enum
 from functools import cached_property
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 
 from popdist.switches import require_switches, require_switches_or_none
@@ -199,7 +198,7 @@ class Pipelining:
     ) -> PipelinePlan:
         """Return the plan of the stages' programs. With "auto", measure and choose the schedule first; collective."""
         if program.places.is_weighted:
-            refuse_with_weights(program)
+            program.refuse_to_multiply_losses("the loss of a pipeline has weights")
         executables = Executables(replicas.devices.compile)
         if not self.is_automatic:
             return self._plan(replicas, program, shapes, shards, executables)
@@ -282,24 +281,6 @@ def refuse_captured(closed: core.ClosedJaxpr) -> None:
                 f"Trying to capture the tensor {value.aval} in a stage, but another program computes it; pass it in "
                 "as an input"
             )
-
-
-def refuse_with_weights(program: ReplicaProgram) -> None:
-    """Raise if the loss, which a pipeline multiplies by the weight before its backward passes, cannot be multiplied.
-
-    Raises:
-        ValueError: If `map_gradient` would get weighted gradients, or the loss is computed in float16.
-    """
-    if program.accumulation.map_gradient is not None:
-        raise ValueError(
-            "in a pipeline map_gradient would get gradients that weights of losses have multiplied; use only one of "
-            "them"
-        )
-    if program.precision.compute == jnp.float16:
-        raise ValueError(
-            "in a pipeline the loss is multiplied by its weight, which overflows if it is computed in float16; use "
-            "compute_dtype='bfloat16', or no weights"
-        )
 
 
 def refuse_what_meets(has_feeds: bool, is_independent: bool, timetable: Timetable) -> None:

@@ -14,6 +14,7 @@ from torch.jit import optimized_execution
 
 from popdist.switches import require_switches
 from strategies.argument_checks import at_least, positive
+from strategies.core.weights import ERROR
 from strategies.errors import StrategyError
 from strategies.strategy import Strategy
 from strategies.torch.gradient_averaging import GradientAveraging
@@ -62,6 +63,8 @@ class DistributedModel(torch.nn.Module):
         verify_steps: Number of first updates after which instances compare the bits of all parameters, at the end of
             the next backward pass. Bits are also compared after updates 2, 4, 8 and so on, and whenever instances
             have written parameters unequally often. 0 turns comparisons off.
+        zero_weight: The end of a step whose losses all have the weight 0. "error": it raises `ZeroWeightError`. "skip":
+            every `grad` of the module is None then, so that optimizers of `torch.optim` change no parameter.
 
     Attributes:
         module: The module that was given.
@@ -83,6 +86,7 @@ class DistributedModel(torch.nn.Module):
         intra_op_threads: int | None = 1,
         stream_gradients: bool | None = None,
         verify_steps: int = 1,
+        zero_weight: str = ERROR,
     ) -> None:
         super().__init__()
         options = TorchOptions(
@@ -91,6 +95,7 @@ class DistributedModel(torch.nn.Module):
             model_state_aggregation=model_state_aggregation,
             stream_gradients=stream_gradients,
             verify_steps=verify_steps,
+            zero_weight=zero_weight,
         )
         if options.transfer.is_quantised:
             raise StrategyError(
@@ -192,7 +197,8 @@ class DistributedModel(torch.nn.Module):
             StrategyError: If some backward passes of a step have no weight, gradients of an earlier step are left, or
                 the program has changed gradients since the last pass of this step.
             WeightError: On all instances, if a weight is negative or not finite.
-            ZeroWeightError: On all instances, if all weights are 0. Gradients are 0 then, and buffers have changed.
+            ZeroWeightError: On all instances, if all weights are 0, unless `zero_weight` is "skip". Gradients are 0
+                then, and buffers have changed.
         """
         refuse_to_be_compiled()
         require_switches(retain_graph=retain_graph)
@@ -213,14 +219,14 @@ class DistributedModel(torch.nn.Module):
         refuse_to_be_compiled()
         averaging = self._averaging
         is_followed = averaging.follow()
-        seat, draws = averaging.seat.taken(), averaging.loop.forward_pass(self.training, averaging.device)
+        seat, draws = averaging.seat.taken(), averaging.loop.forward_pass(self.training, averaging.parts.device)
         if not is_followed:
             with seat, draws:
                 return self.module(*arguments, **named)
         is_again = torch._C._current_graph_task_id() >= 0  # a checkpoint recomputes this pass
         collects = self.training and torch.is_grad_enabled() and not is_again and not is_asked_for()
         stating = states_to(averaging.loop.weights.stated) if collects else nullcontext()
-        with seat, draws, optimized_execution(False), averaging.writes.watching(), stating:
+        with seat, draws, optimized_execution(False), averaging.parts.changes.writes.watching(), stating:
             outputs = self.module(*arguments, **named)
         averaging.watch(outputs)
         return outputs
@@ -273,7 +279,7 @@ class DistributedModel(torch.nn.Module):
         while not averaging.join_once():
             pass
         steps = self._strategy.communicator.all_gather(np.array(averaging.loop.step), name="steps made")
-        averaging.begin_alike(int(steps.argmax()))
+        averaging.parts.begin_alike(int(steps.argmax()))
         averaging.loop.step = int(steps.max())
 
     # ---- copies

@@ -532,7 +532,9 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
 
     @override
     def layers(self, state: TorchTraining, pending: TorchPending, arrived: Arrived) -> Layers:
-        return layers_of(state, pending.exchange.plan, pending.means, self._replicas)
+        plan = pending.exchange.plan
+        names = [parameter.name for parameter in plan.parameters]
+        return layers_of([*zip(names, state.trained, strict=True)], pending.means, self._replicas, plan.shards)
 
     @override
     def learning_rates(self, state: TorchTraining, steps: int) -> Callable[[int], Mapping[str, float]] | None:

@@ -3,47 +3,33 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
+from strategies.core.distributions import look, tell_look
 from strategies.core.journal import Recorded
 from strategies.core.survival import together, warn_of_loss
 from strategies.errors import StrategyError
 from strategies.jax.replicas.replicas import Replicas
+from strategies.torch.averaged_parts import AveragedParts
 from strategies.torch.backward_passes import ModelPass, passes_over
 from strategies.torch.contribution import refuse_to_come_twice
-from strategies.torch.gradient_exchange import (
-    Parameter,
-    Tail,
-    TorchGradientPlan,
-    refuse_gradients_of_some,
-)
+from strategies.torch.gradient_exchange import Tail, refuse_gradients_of_some
 from strategies.torch.gradient_hooks import GradientHooks
-from strategies.torch.local_gradients import LocalGradients
-from strategies.torch.loop_agreement import LoopAgreement
-from strategies.torch.loop_buffers import LoopBuffers
-from strategies.torch.loop_exchange import HostLoopExchange, LoopExchange, Told
+from strategies.torch.layers import layers_of_loop
+from strategies.torch.loop_exchange import Told
 from strategies.torch.loop_means import LoopMeans, Turn, received_means, refuse_spares
 from strategies.torch.loop_state import LoopState, agree_on_losses, refuse_open_sums
-from strategies.torch.model_buffers import ModelBuffers
-from strategies.torch.module_parts import ModuleWatch, Slot
-from strategies.torch.on_device.device_loop_exchange import DeviceLoopExchange
-from strategies.torch.on_device.paths import path_of_loops
+from strategies.torch.module_parts import Slot
 from strategies.torch.options import TorchOptions
 from strategies.torch.outcomes import refuse_where_replicas_meet
-from strategies.torch.pass_weights import divide_by_weight, quotient, refuse_lacking, refuse_without_mean
+from strategies.torch.pass_weights import divide_by_weight, has_mean, quotient, refuse_lacking
 from strategies.torch.sync_batch_norm import seat_in_loop, sync_layers_of
-from strategies.torch.tensors import dtype_of, tensors_in
-from strategies.torch.training import received_tensors, refuse_modules, take_over
-from strategies.torch.updates import refuse_float16
+from strategies.torch.tensors import tensors_in
 from strategies.typing import Tree
-
-_NAMES = ("active", "changed", "loss", "weight", "weighted")
-"""The numbers that travel with gradients: whether the replica is still in its loop, whether it needs a new plan, its
-loss if it is known, the weight of its losses, and whether they have weights."""
 
 
 class GradientAveraging:
@@ -56,10 +42,8 @@ class GradientAveraging:
     first backward pass does this.
 
     Attributes:
-        buffers: The buffers on which replicas agree.
+        parts: The parameters and buffers of the module, and the plan of their exchange.
         is_alone: Whether there is one replica, whose gradients are the means.
-        known: The ids of the parameters that have the same values on all instances.
-        named: The parameters of the plan, with their names.
         seat: The replica's place among all, for layers that wait for other replicas.
     """
 
@@ -69,24 +53,10 @@ class GradientAveraging:
         self.is_alone = replicas.num_replicas_in_sync == 1
         self._streams = options.streams_over(replicas)
         self._meet_the_others()
-        self._watch = ModuleWatch(module)
-        self._agreement = LoopAgreement(module, self._watch, replicas, options)
         self._hooks = GradientHooks(self.arrived)
-        self._local = LocalGradients()
+        self.parts = AveragedParts(module, replicas, options, self._hooks)
         self._pass: ModelPass | None = None
-        self._is_behind = False  # whether the module has changed, so that a new plan is needed
         self._has_warned = False  # whether it has warned that a lost instance ends the job
-        self._title = ""
-        self.named: list[tuple[str, torch.nn.Parameter]] = []
-        self._numbers: dict[int, int] = {}
-        self.known: set[int] = set()
-        self._exchange: LoopExchange | None = None
-        self._leaves_early = False  # whether gradients are exchanged while backward passes run
-        own, count = replicas.local_replicas.start, replicas.num_replicas_in_sync
-        self.buffers = ModelBuffers(module, options.model_state_aggregation, count, own)
-        self._changes = LoopBuffers(module, self.buffers)
-        self.writes = self._changes.writes
-        self._hooks.follow(self._watch.named)
         weakref.finalize(self, refuse_open_sums(self._hooks, loop.weights))
         if not self.is_alone:
             weakref.finalize(self, agree_on_losses(self.averages, replicas, loop.weights))
@@ -103,18 +73,15 @@ class GradientAveraging:
         """Connect with the instances that are left, if some were lost since the last call. Collective if so.
 
         Args:
-            known: The value of `known` before this step, the same on all instances.
+            known: The value of `AveragedParts.known` before this step, the same on all instances.
         """
         if self._communicator is not self._replicas.communicator:
-            self.known = known
-            if self._exchange is not None:
+            self.parts.known = known
+            if self.parts.exchange is not None:
                 self.follow()
-                self._look_again()
-            if self._title:
-                is_behind = self._is_behind  # then new parts of the module are still to be compared
-                self._follow_module()
-                self._make_plan()
-                self._is_behind = is_behind
+                self.parts.look_again()
+            if self.parts.number:
+                self.parts.plan_for_others()
             self._meet_the_others()
 
     def start(self) -> None:
@@ -123,116 +90,43 @@ class GradientAveraging:
 
         def attempt() -> bool:
             self._meet_the_others()
-            self._insist_on_agreement(())
-            self.begin_alike(0)
-            self._make_plan()
+            self.parts.insist_on_agreement(())
+            self.parts.begin_alike(0)
+            self.parts.make_plan()
             return True
 
         def share(is_done: bool, root: int) -> bool:
-            self.begin_alike(root)  # `connect` makes the plan
+            self.parts.begin_alike(root)  # `connect` makes the plan
             return is_done
 
         recorded = Recorded[bool]("start of a DistributedModel", lambda done: bool, refuse_spares)
         together(self._replicas, attempt, share, lambda: True, recorded)
 
     def _entitle(self) -> None:
-        if not self._title:
+        if not self.parts.number:
             self.passes.models += 1
-            self._title = "gradients" if self.passes.models == 1 else f"gradients of model {self.passes.models}"
-
-    def begin_alike(self, root: int) -> None:
-        """Take over the parameters and buffers of the instance `root`. Collective."""
-        named = [*self._module.named_parameters(), *self._module.named_buffers()]
-        take_over(named, received_tensors(named, self._replicas.communicator, root))
-        self.known = {id(one) for _, one in self._watch.named}
-        self._changes.begin_with({})
-        self._agreement.have_same_bits()
+            self.parts.number = self.passes.models
 
     def join_once(self) -> bool:
         """Take part in a backward pass of the other instances. Return True if no instance was in a backward pass."""
-        tail = self._average(ModelPass(self, self._plan, set()), is_active=False)
+        tail = self._average(ModelPass(self, self.parts.plan, set()), is_active=False)
         return not tail.metrics[0]
 
     def _plan_anew(self) -> None:
         """Make a plan for the parameters that are trained now. Collective."""
-        refuse_modules(self._module)
-        self._follow_module()
-        new = [one for _, one in self._trained if id(one) not in self._numbers]
-        self._insist_on_agreement([*new, *(one for _, one in self._watch.named if id(one) not in self.known)])
-        self._make_plan()
-
-    def _follow_module(self) -> None:
-        """Find the parameters and buffers that the module has now."""
-        self._watch.look()
-        self._hooks.follow(self._watch.named)
-        self._changes.follow()
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the module."""
-        return self._watch.named[0][1].device
+        self._entitle()
+        self.parts.plan_anew()
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """The parameters of the module, as the last forward pass has found them."""
-        return [one for _, one in self._watch.named]
-
-    @property
-    def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """The parameters that are trained now or that the plan has: a layer may be frozen for a while."""
-        return [(name, one) for name, one in self._watch.named if one.requires_grad or id(one) in self._numbers]
-
-    def _insist_on_agreement(self, new: Sequence[torch.Tensor]) -> None:
-        """Compare the averaged parameters, and the values of new ones, with the other instances. Collective."""
-        self._agreement.insist_on_same_parts(self.buffers.slots, new)
-        self.known = {id(one) for _, one in self._watch.named}
-
-    def _make_plan(self) -> None:
-        self._entitle()
-        self.named = self._trained
-        self._numbers = {id(one): number for number, (_, one) in enumerate(self.named)}
-        self._local.follow(self.named)
-        self._is_behind = False
-        self._agreement.have_same_bits()
-        parameters = tuple(Parameter.of(*one) for one in self.named)
-        self._exchange = self._exchange_of(parameters)
-        self._leaves_early = self._exchange.plan.is_cut and not self.is_alone
-
-    @property
-    def _obstacle(self) -> str:
-        """The reason why gradients cannot stay on a device; "" if they can."""
-        if self._options.stream_gradients:
-            return "gradients on a device are exchanged when the backward pass has ended; leave stream_gradients out"
-        return ""
-
-    def _exchange_of(self, parameters: tuple[Parameter, ...]) -> LoopExchange:
-        """Return the exchange for these parameters. Collective."""
-        communicator, count = self._replicas.communicator, self._replicas.num_replicas_in_sync
-        plan = TorchGradientPlan(parameters, self._options.transfer, title=self._title)
-        is_one_each = 1 < count == communicator.size
-        path = path_of_loops(self._replicas, self.device, self._obstacle) if is_one_each else None
-        if path is not None:
-            return DeviceLoopExchange(plan, communicator, path, self.device)
-        tail, local = Tail.size(len(_NAMES), len(parameters), len(self.buffers.slots)), self._replicas.local_replicas
-        whole = replace(plan, streams=self._streams, tail=tail)
-        return HostLoopExchange(whole, _NAMES, communicator, count, len(local))
-
-    @property
-    def _plan(self) -> TorchGradientPlan | None:
-        return None if self._exchange is None else self._exchange.plan
+        return self.parts.parameters
 
     # ---- forward passes
 
     def follow(self) -> bool:
         """Find changes to the module before a forward pass; return False if tensors stand in for its parameters."""
-        if not self._watch.has_other_parts:
-            is_own = True
-        elif is_own := not self._watch.is_swapped:
-            self._watch.look()
-            self._is_behind = True
-            self._hooks.follow(self._watch.named)
-        elif not self.is_alone:
-            self._local.warn_of_others()
+        is_own = self.parts.follow()
         if torch._C._current_graph_task_id() < 0:
             self.passes.settle()  # an earlier backward pass may have failed half-way
         return is_own
@@ -256,12 +150,12 @@ class GradientAveraging:
         model_pass = self._pass
         if model_pass is None or torch._C._current_graph_task_id() not in model_pass.tasks:
             model_pass = self._enter()
-        if not self._leaves_early or self._is_behind:
+        if not self.parts.leaves_early or self.parts.is_behind:
             model_pass.came.add(id(parameter))
             return
-        number = self._numbers[id(parameter)]
+        number = self.parts.numbers[id(parameter)]
         if id(parameter) in model_pass.came:
-            refuse_to_come_twice(self.named[number][0])
+            refuse_to_come_twice(self.parts.named[number][0])
         model_pass.came.add(id(parameter))
         if len(parameter._post_accumulate_grad_hooks) == 1:  # hooks of the program may still change the gradient
             self._take(model_pass, number, parameter.grad)
@@ -269,11 +163,11 @@ class GradientAveraging:
 
     def look_before(self) -> None:
         """Look at the gradients before a weighted backward pass."""
-        self.loop.weights.look_before(self._watch.named)
+        self.loop.weights.look_before(self.parts.watch.named)
 
     def look_after(self) -> None:
         """Look at the gradients after a weighted backward pass."""
-        self.loop.weights.look_after(self._watch.named)
+        self.loop.weights.look_after(self.parts.watch.named)
 
     def weighted_backward(self, loss: torch.Tensor, weight: float, keeps_graph: bool = False) -> None:
         """Run the backward pass of a loss with a weight, given as it travels.
@@ -302,8 +196,8 @@ class GradientAveraging:
         found = next((one for one in running.passes if one.model is self), None)
         if found is None:
             self.refuse_several()
-            self._look_again()
-            found = ModelPass(self, self._plan, running.tasks)
+            self.parts.look_again()
+            found = ModelPass(self, self.parts.plan, running.tasks)
             running.passes.append(found)
         self._pass = found
         return found
@@ -327,53 +221,27 @@ class GradientAveraging:
                 "make that of a lost one (model.backward(loss_fn, batch) can)",
             )
 
-    def refuse_new_parts(self) -> None:
-        """Raise if the forward passes of one of several turns have changed the parts of the module."""
-        if self._watch.has_other_parts:
-            raise StrategyError(
-                "a forward pass has added, removed or replaced a part of the module, so other replicas would begin "
-                "with another module; call the module once before the training, or change it between steps"
-            )
-
-    def _look_again(self) -> None:
-        """Compare the module with the plan, and record whether a new plan is needed."""
-        if self._watch.has_other_parts:
-            self._watch.look()
-            unknown = [name for name, one in self._watch.named if one not in self._hooks and one.requires_grad]
-            if unknown:
-                raise StrategyError(
-                    f"{unknown[0]} is new in the module, and its gradient was missed in a backward pass that "
-                    "does not come from the DistributedModel; call the DistributedModel, not the module in it"
-                )
-            self._is_behind = True
-        if self._watch.has_other_kinds:
-            self._watch.look()
-            self._is_behind = True
-        numbers = self._numbers
-        if any(one.requires_grad and id(one) not in numbers for _, one in self._watch.named):
-            self._is_behind = True
-
     def _take(self, model_pass: ModelPass, number: int, gradient: torch.Tensor | None) -> None:
-        assert self._exchange is not None
-        self._exchange.take(number, gradient)
+        assert self.parts.exchange is not None
+        self.parts.exchange.take(number, gradient)
         model_pass.take(number)
 
     def reduce(self, bucket: int) -> None:
         """Exchange one bucket."""
-        assert self._exchange is not None
-        self._exchange.reduce(bucket)
+        assert self.parts.exchange is not None
+        self.parts.exchange.reduce(bucket)
 
     def fill(self, model_pass: ModelPass) -> None:
         """Take the gradients that were not taken during the backward pass."""
         if self.is_alone:
             return
-        self.refuse_gradients_that_are_gone(model_pass.came)
-        exchange = self._exchange
+        self.parts.refuse_gradients_that_are_gone(model_pass.came)
+        exchange = self.parts.exchange
         if exchange is None:
             return
         if self.loop.carried:
-            model_pass.came |= {id(one) for _, one in self.named if one.grad is not None} & self.loop.carried
-        gradients = [None] * len(self.named) if self._is_behind else self._gradients(model_pass)
+            model_pass.came |= {id(one) for _, one in self.parts.named if one.grad is not None} & self.loop.carried
+        gradients = [None] * len(self.parts.named) if self.parts.is_behind else self._gradients(model_pass)
         if not exchange.plan.is_cut:
             exchange.take_all(gradients)
             return
@@ -381,21 +249,8 @@ class GradientAveraging:
             if number not in model_pass.taken:
                 self._take(model_pass, number, gradient)
 
-    def refuse_gradients_that_are_gone(self, came: Container[int]) -> None:
-        """Raise if a parameter whose gradient came has none at the end of the backward pass.
-
-        Args:
-            came: The ids of the parameters whose gradients came.
-        """
-        for name, parameter in self._watch.named:
-            if parameter.grad is None and id(parameter) in came:
-                raise StrategyError(
-                    f"the gradient of {name} is gone at the end of the backward pass, as if a hook had applied it "
-                    "before it was averaged; leave it in grad, and apply it after backward() has returned"
-                )
-
     def _gradients(self, model_pass: ModelPass) -> list[torch.Tensor | None]:
-        return [parameter.grad if id(parameter) in model_pass.came else None for _, parameter in self.named]
+        return [parameter.grad if id(parameter) in model_pass.came else None for _, parameter in self.parts.named]
 
     def conclude(self, model_pass: ModelPass) -> None:
         """Exchange the last bucket, put the means into the gradients, and count the step."""
@@ -409,7 +264,31 @@ class GradientAveraging:
         last = self.loop.weights.total
         self.loop.next_step()
         self.loop.weights.last = last
-        refuse_without_mean(weight, step)
+        self.end_step(weight, step)
+
+    def end_step(self, weight: float | None, step: int) -> None:
+        """Show the layers of a step to sinks of metrics if they are due; remove the gradients of a step without a mean.
+
+        Args:
+            weight: The mean weight of the losses; None if they have no weights.
+            step: The number of steps before this one.
+
+        Raises:
+            WeightError: On all instances, if weights have no mean; see `has_mean`.
+        """
+        is_applied = has_mean(weight, step, self._options.zero_weight)
+        if (settings := self._replicas.distributions) is not None:
+            layers = partial(layers_of_loop, self.parts.watch.named, self._replicas)
+            tell_look(self._replicas, look(settings, step, layers, self._replicas), self._prefix)
+        if not is_applied:
+            for one in self.parameters:
+                one.grad = None
+
+    @property
+    def _prefix(self) -> str:
+        """The beginning of the names of this model's layers in sinks."""
+        self._entitle()
+        return "" if self.parts.number == 1 else f"model_{self.parts.number}/"
 
     def _average(self, model_pass: ModelPass, is_active: bool) -> Tail:
         """Run a whole exchange in one call: take the gradients, then exchange every bucket."""
@@ -419,14 +298,15 @@ class GradientAveraging:
         return self._finish(model_pass, is_active)
 
     def _finish(self, model_pass: ModelPass, is_active: bool) -> Tail:
-        if self._exchange is not None:
+        if self.parts.exchange is not None:
             gradients = self._gradients(model_pass)
             weight = self.loop.weights.total if is_active else None
-            tail = self._exchange.finish([self._told(gradients, self.buffers.slots, is_active, weight=weight)])
+            slots = self.parts.buffers.slots
+            tail = self.parts.exchange.finish([self._told(gradients, slots, is_active, weight=weight)])
             if not tail.metrics[1]:
-                return self._apply(tail, [gradients], [self.buffers.slots], [weight])[0]
+                return self._apply(tail, [gradients], [slots], [weight])[0]
         self._plan_anew()
-        again = ModelPass(self, self._plan, model_pass.tasks)
+        again = ModelPass(self, self.parts.plan, model_pass.tasks)
         again.came = model_pass.came
         return self._average(again, is_active)
 
@@ -439,10 +319,10 @@ class GradientAveraging:
         weight: float | None = None,
     ) -> Told:
         """Return the numbers that travel behind the gradients of a replica."""
-        changes = tuple(self._changes.has_changed(number, slot) for number, slot in enumerate(slots))
+        changes = tuple(self.parts.changes.has_changed(number, slot) for number, slot in enumerate(slots))
         flags = tuple(gradient is not None for gradient in gradients)
-        numbers = is_active, self._is_behind, loss, weight or 0.0, weight is not None
-        return Told(numbers, self._agreement.word(self.loop.step), flags, changes)
+        numbers = is_active, self.parts.is_behind, loss, weight or 0.0, weight is not None
+        return Told(numbers, self.parts.agreement.word(self.loop.step), flags, changes)
 
     def _apply(
         self,
@@ -462,10 +342,10 @@ class GradientAveraging:
         Returns:
             The tail with the mean weight, and the new values of buffers.
         """
-        assert self._exchange is not None
+        assert self.parts.exchange is not None
         active = float(tail.metrics[0])
         refuse_gradients_of_some(
-            self._exchange.plan,
+            self.parts.exchange.plan,
             tail.has_gradient,
             lambda number: [gradients[number] is not None for gradients in of_each],
             self._replicas,
@@ -475,61 +355,53 @@ class GradientAveraging:
         if tail.metrics[4]:
             if tail.metrics[4] != active:
                 refuse_lacking(self._replicas, weights)
-            self._refuse_float16()
+            self.parts.refuse_weights()
             tail = replace(tail, weight=float(tail.metrics[3]))
-        self._exchange.give(of_each[0])
+        self.parts.exchange.give(of_each[0])
         divide_by_weight(of_each[0], tail.weight)
-        values = self.buffers.agreed(tail.has_changed, slots, self._replicas)
-        self.keep({number: value.to(self.device) for number, value in values.items()})
+        values = self.parts.buffers.agreed(tail.has_changed, slots, self._replicas)
+        self.parts.changes.keep({number: value.to(self.parts.device) for number, value in values.items()})
         if active == 1:
-            self._agreement.compare_bits(self.loop.step, tail.settings)
+            self.parts.agreement.compare_bits(self.loop.step, tail.settings)
         return tail, values
 
     def _divide_alone(self, gradients: Sequence[torch.Tensor | None], weight: float | None) -> None:
         """Divide the gradients of the only replica by the mean weight of its losses, if they have any."""
         if weight is not None:
-            self._refuse_float16()
+            self.parts.refuse_weights()
             divide_by_weight(gradients, weight)
-
-    def _refuse_float16(self) -> None:
-        for name, one in self._trained:
-            refuse_float16(name, self._options.transfer.dtype_of(dtype_of(one)))
-
-    def keep(self, values: dict[int, torch.Tensor]) -> None:
-        """Put the values on which all replicas have agreed into buffers and frozen parameters, by their numbers."""
-        self._changes.keep(values)
 
     # ---- several local replicas
 
     def average(self, turns: Sequence[Turn]) -> LoopMeans:
         """Average the results of all replicas, and put the means into the gradients of the first turn. Collective."""
-        self._look_again()
+        self.parts.look_again()
         weights = [turn.weight for turn in turns]
         if self.is_alone:
             [turn], [weight] = turns, weights
             self._divide_alone([turn.gradients[number] for number in turn.came], weight)
             return LoopMeans(quotient(turn.loss, weight), (), {}, weight)
-        if self._exchange is None:
+        if self.parts.exchange is None:
             self._plan_anew()
         while (tail := self._exchanged(turns)).metrics[1]:
             self._plan_anew()
-        of_each = [turn.of(self.named) for turn in turns]
-        slots = [turn.slots_in_order(self.buffers.slots) for turn in turns]
+        of_each = [turn.of(self.parts.named) for turn in turns]
+        slots = [turn.slots_in_order(self.parts.buffers.slots) for turn in turns]
         tail, values = self._apply(tail, of_each, slots, weights)
         return LoopMeans(quotient(float(tail.metrics[2]), tail.weight), of_each[0], values, tail.weight)
 
     def _exchanged(self, turns: Sequence[Turn]) -> Tail:
-        exchange = self._exchange
+        exchange = self.parts.exchange
         assert exchange is not None
-        none = [None] * len(self.named)
-        of_each = [none if self._is_behind else turn.of(self.named) for turn in turns]
+        none = [None] * len(self.parts.named)
+        of_each = [none if self.parts.is_behind else turn.of(self.parts.named) for turn in turns]
         for place, gradients in enumerate(of_each):
             exchange.take_all(gradients, place)
         for bucket in range(len(exchange.plan.members) - 1):
             exchange.reduce(bucket)
-        slots = self.buffers.slots
+        slots = self.parts.buffers.slots
         told = [
-            self._told(turn.of(self.named), turn.slots_in_order(slots), loss=turn.loss, weight=turn.weight)
+            self._told(turn.of(self.parts.named), turn.slots_in_order(slots), loss=turn.loss, weight=turn.weight)
             for turn in turns
         ]
         return exchange.finish(told)
@@ -541,16 +413,16 @@ class GradientAveraging:
             means: The means on instances that have them; None elsewhere.
             root: The rank of an instance that has them.
         """
-        slots = {number: slot.tensor for number, slot in enumerate(self.buffers.slots)}
-        slots |= self.buffers.own
-        return received_means(means, self.named, slots, self._replicas.communicator, root)
+        slots = {number: slot.tensor for number, slot in enumerate(self.parts.buffers.slots)}
+        slots |= self.parts.buffers.own
+        return received_means(means, self.parts.named, slots, self._replicas.communicator, root)
 
     # ---- gradients that are not accumulated
 
     def ended_without_gradients(self) -> None:
         """Warn, once, if the backward pass returned gradients of parameters instead of accumulating them."""
         if not self.is_alone:
-            self._local.warn_if_returned()
+            self.parts.local.warn_if_returned()
 
 
 def _reached(averaging: GradientAveraging, gradients: object) -> None:

@@ -9,11 +9,11 @@ import torch
 
 from popdist.records.distribution_settings import LEARNING_RATE
 from strategies.core.distributions import Layers, layer_names
+from strategies.exchange.shards import Shards
 from strategies.jax.replicas.replicas import Replicas
 from strategies.jax.replicas.shards import PartOfArray
-from strategies.torch.gradient_exchange import TorchGradientPlan
+from strategies.torch.replica_memory import HOST
 from strategies.torch.tensors import host_array
-from strategies.torch.training import TorchTraining
 from strategies.trees import ShapeOfArray
 from strategies.typing import Leaf
 
@@ -21,30 +21,39 @@ _LR, _NAME = "lr", "name"
 
 
 def layers_of(
-    training: TorchTraining, plan: TorchGradientPlan, means: Sequence[torch.Tensor | None], replicas: Replicas
+    named: Sequence[tuple[str, torch.Tensor]],
+    means: Sequence[torch.Tensor | None],
+    replicas: Replicas,
+    shards: Shards | None = None,
 ) -> Layers:
     """Return the layers of a step.
 
     Args:
-        training: The training before the update.
-        plan: The plan of the gradients.
-        means: The mean gradient of each trained parameter; None for a parameter without one.
+        named: The trained parameters with their names, before the update; all are on one device.
+        means: The mean gradient of each parameter; None for a parameter without one.
         replicas: The replicas of all instances.
+        shards: The cuts of the mean gradients; None if they are whole.
     """
-    names, variables = layer_names([parameter.name for parameter in plan.parameters]), training.trained
-    is_on_host = training.memory_of_replicas.is_on_host
+    names, variables = layer_names([name for name, _ in named]), [one for _, one in named]
+    is_on_host = all(one.device == HOST for one in variables)
 
     def here(tensor: torch.Tensor | None) -> Leaf:
         return None if tensor is None else host_array(tensor) if is_on_host else tensor.detach()
 
     def gathered(number: int, part: Leaf) -> np.ndarray:
-        assert plan.shards is not None
+        assert shards is not None
         part = on_host(part)
         whole = ShapeOfArray(tuple(variables[number].shape), part.dtype)
-        return PartOfArray(part, whole, plan.shards, replicas).gather(f"the gradient of {names[number]}")
+        return PartOfArray(part, whole, shards, replicas).gather(f"the gradient of {names[number]}")
 
     on_host, norms = (np.asarray, None) if is_on_host else (host_array, device_norms)
-    return Layers(names, [*map(here, variables)], [*map(here, means)], 1.0, plan.shards, on_host, gathered, norms)
+    return Layers(names, [*map(here, variables)], [*map(here, means)], 1.0, shards, on_host, gathered, norms)
+
+
+def layers_of_loop(parameters: Sequence[tuple[str, torch.nn.Parameter]], replicas: Replicas) -> Layers:
+    """Return the layers of a training loop of the program, with the gradients that its optimizer will use."""
+    named = [(name, one) for name, one in parameters if one.requires_grad]
+    return layers_of(named, [None if one.grad is None else one.grad.to_dense() for _, one in named], replicas)
 
 
 def device_norms(tensors: Sequence[torch.Tensor | None]) -> np.ndarray:

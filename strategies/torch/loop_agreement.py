@@ -39,8 +39,13 @@ class LoopAgreement:
         digests = {id(one): f", digest {digest_of(host_array(one))[0]:x}" for one in new}
         terms = {name: f"{_described(one)}{digests.get(id(one), '')}" for name, one in self._watch.named}
         buffers = {slot.name: f"buffer {slot.tensor.dtype}" for slot in slots}
-        seed, dtype, steps = self._options.seed, self._options.transfer.dtype, self._options.verify_steps
-        options = {"seed": str(seed), "gradient_transfer_dtype": str(dtype), "verify_steps": str(steps)}
+        own = self._options
+        options = {
+            "seed": str(own.seed),
+            "gradient_transfer_dtype": str(own.transfer.dtype),
+            "verify_steps": str(own.verify_steps),
+            "zero_weight": own.zero_weight,
+        }
         insist_on_agreement(self._replicas, [options, terms, buffers])
 
     def have_same_bits(self) -> None:

@@ -221,4 +221,5 @@ def _mean_loss(closure: Closure, replicas: Replicas, weights: PassWeights) -> to
     weight = 1.0 if weights.last is None else weights.last
     of_each = [np.array([weighted_value(float(loss), weight), weight])] * len(replicas.local_replicas)
     mean, of_weights = replicas.communicator.ordered_all_reduce(of_each, op="mean", name="loss of a closure")
-    return torch.tensor(float(mean / of_weights), dtype=loss.dtype if isinstance(loss, torch.Tensor) else None)
+    with np.errstate(invalid="ignore"):  # all weights may be 0
+        return torch.tensor(float(mean / of_weights), dtype=loss.dtype if isinstance(loss, torch.Tensor) else None)

@@ -117,8 +117,8 @@ def number_of(weight: object) -> float:
     try:
         if isinstance(weight, str) or (isinstance(weight, torch.Tensor) and weight.is_complex()):
             raise TypeError(f"a {type(weight).__name__} is no real number")
-        if isinstance(weight, torch.Tensor) and weight.dtype in (torch.float16, torch.bfloat16):
-            raise TypeError(f"{weight.dtype} rounds counts of tokens")
+        if str(getattr(weight, "dtype", "")).removeprefix("torch.") in ("float16", "bfloat16"):  # NumPy's, too
+            raise TypeError("16 bits round counts of tokens")
         number = float(given.detach() if isinstance(weight, torch.Tensor) else given)
     except (TypeError, ValueError, RuntimeError) as error:
         what = f"{given.dtype}{list(given.shape)}" if is_array else f"{weight!r}, a {type(weight).__name__}"

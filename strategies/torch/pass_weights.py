@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from strategies.core.gathering import replicas_where
-from strategies.core.weights import SKIP, is_weighted, travelling, weighted_means
+from strategies.core.weights import ERROR, SKIP, is_weighted, travelling, weighted_means
 from strategies.errors import StrategyError, ZeroWeightError
 from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.on_device.arithmetic import divide
@@ -185,18 +185,25 @@ def quotient(mean: float, weight: float | None) -> float:
     return mean if weight is None else float(weighted_means(np.array(mean, np.float32), weight))
 
 
-def refuse_without_mean(weight: float | None, step: int) -> None:
-    """Raise if weights have no mean, on all instances.
+def has_mean(weight: float | None, step: int, zero_weight: str) -> bool:
+    """Return whether gradients have a mean; False if all weights are 0, and the step is to be skipped.
+
+    Args:
+        weight: The mean weight of all losses; None if they have no weights.
+        step: The number of steps so far.
+        zero_weight: The option `zero_weight`.
 
     Raises:
-        WeightError: If a weight is negative or not finite.
-        ZeroWeightError: If all are 0.
+        WeightError: On all instances, if a weight is negative or not finite.
+        ZeroWeightError: On all instances, if all are 0, and `zero_weight` is "error".
     """
-    if weight is not None and not is_weighted(weight, step, SKIP):
+    is_applied = weight is None or is_weighted(weight, step, SKIP)
+    if not is_applied and zero_weight == ERROR:
         raise ZeroWeightError(
             f"all replicas and micro-batches have weight 0 at step {step}, so gradients have no mean and are 0; leave "
-            "such batches out, or catch this error and leave optimizer.step() out"
+            "such batches out, catch this error and leave optimizer.step() out, or use zero_weight='skip'"
         )
+    return is_applied
 
 
 def refuse_lacking(replicas: Replicas, weights: Sequence[float | None]) -> NoReturn:

@@ -18,7 +18,6 @@ from strategies.torch.gradient_averaging import GradientAveraging
 from strategies.torch.loop_means import LoopMeans, Turn, refuse_spares
 from strategies.torch.module_parts import Slot, slots_of
 from strategies.torch.outcomes import outcome_of, weighted_value
-from strategies.torch.pass_weights import refuse_without_mean
 from strategies.torch.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import parts_of, tensors_of
 from strategies.typing import Batch
@@ -61,7 +60,7 @@ class ReplicaTurns:
         batch = replicas.up_to_date(batch)
         self._refuse_passes_before()
         self._warn(batch)
-        known = self._averaging.known
+        known = self._averaging.parts.known
         begin = self._beginning() if replicas.can_carry_on or len(replicas.local_replicas) > 1 else None
 
         def attempt() -> LoopMeans:
@@ -89,14 +88,14 @@ class ReplicaTurns:
 
         recorded = Recorded[LoopMeans]("backward pass of all replicas", lambda means: bool, refuse_spares)
         means = surviving(replicas, attempt, catch_up, self._averaging.shared, recorded)
-        refuse_without_mean(means.weight, self._averaging.loop.step - 1)
+        self._averaging.end_step(means.weight, self._averaging.loop.step - 1)
         return torch.tensor(means.loss)
 
     # ---- one replica after another
 
     def _beginning(self) -> _Beginning:
         """Return copies of all that a pass changes, so that every replica, and a repetition, begins alike."""
-        parameters, buffers = self._module.parameters(), self._averaging.buffers
+        parameters, buffers = self._module.parameters(), self._averaging.parts.buffers
         buffers.follow_shown()
         written = buffers.written
         slots = [slot for slot in slots_of(self._module) if not slot.is_parameter or slot.name in written]
@@ -112,12 +111,12 @@ class ReplicaTurns:
             total = sum(map(self._backward, losses))
             came, weight = frozenset(averaging.loop.carried), averaging.loop.weights.total
         if not averaging.is_alone:
-            averaging.refuse_gradients_that_are_gone(came)
+            averaging.parts.refuse_gradients_that_are_gone(came)
         parameters = averaging.parameters
         gradients = {id(one): one.grad for one in parameters}
         slots: Mapping[str, Slot] = {}
         if begin is not None:
-            averaging.refuse_new_parts()
+            averaging.parts.refuse_new_parts()
             self._refuse_writes()
             for one in parameters:
                 one.grad = None
@@ -141,7 +140,7 @@ class ReplicaTurns:
 
     def _begin(self, replica: int, begin: _Beginning) -> None:
         """Give a replica the gradients and buffers with which it begins."""
-        buffers = self._averaging.buffers
+        buffers = self._averaging.parts.buffers
         for parameter, gradient in begin.gradients.items():
             parameter.grad = _copy(gradient)
         with torch.no_grad():
@@ -166,10 +165,10 @@ class ReplicaTurns:
         assert begin is not None
         for parameter, gradient in begin.gradients.items():
             parameter.grad = gradient
-        for (_, parameter), gradient in zip(averaging.named, means.gradients, strict=True):
+        for (_, parameter), gradient in zip(averaging.parts.named, means.gradients, strict=True):
             if gradient is not None:
                 parameter.grad = gradient.clone()
-        averaging.keep(dict(means.buffers))
+        averaging.parts.changes.keep(dict(means.buffers))
         averaging.loop.next_step()
         return means
 
@@ -193,7 +192,7 @@ class ReplicaTurns:
 
     def _refuse_writes(self) -> None:
         averaging = self._averaging
-        if unknown := sorted(averaging.writes.frozen - averaging.buffers.written):
+        if unknown := sorted(averaging.parts.changes.writes.frozen - averaging.parts.buffers.written):
             raise StrategyError(
                 f"{unknown[0]} is a frozen parameter that forward passes write, and every replica of this instance "
                 f"must begin with the same value; declare it: model_state_aggregation={ {unknown[0]: 'mean'} }"

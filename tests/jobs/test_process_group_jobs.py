@@ -231,6 +231,38 @@ def test_gradients_are_exchanged_while_the_backward_pass_goes_on():
     assert by_poprun(2, sys.executable, "-c", OVERLAPPING) == [["overlaps"]] * 2
 
 
+CHECKPOINTED = f"""{HEAD}
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("popdist", init_method="popdist://")
+
+def sharded():
+    return fully_shard(torch.nn.Linear(5, 3), mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+
+def whole(model):
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))["weight"]
+
+model, loaded, told = sharded(), sharded(), sharded()
+dcp.async_save(get_model_state_dict(model), checkpoint_id=sys.argv[1]).result()
+state = get_model_state_dict(loaded)
+dcp.load(state, checkpoint_id=sys.argv[1])
+set_model_state_dict(loaded, state)
+assert torch.equal(whole(loaded), whole(model))
+options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+set_model_state_dict(told, full, options=options)
+assert torch.equal(whole(told), whole(model))
+print("equal", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.complete
+def test_checkpoints_of_torch_are_written_aside_read_and_told_by_rank_0(tmp_path):
+    assert by_poprun(2, sys.executable, "-c", CHECKPOINTED, str(tmp_path)) == [["equal"]] * 2
+
+
 LOSING = f"""{HEAD}
 dist.init_process_group("popdist", init_method="popdist://", timeout=timedelta(seconds=int(sys.argv[2])))
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 3))

@@ -73,7 +73,7 @@ class TestVariables:
     @pytest.mark.parametrize(
         ("replicas", "instances", "how", "models"),
         [
-            (8, 2, "auto", ["mlp"]),
+            pytest.param(8, 2, "auto", ["mlp"], marks=pytest.mark.complete),
             (6, 3, "ring", ["dropout"]),
             pytest.param(8, 8, "auto", ["dropout"], marks=pytest.mark.complete),
         ],

@@ -185,7 +185,8 @@ def test_a_fault_of_the_program_itself_ends_the_job():
     assert "InjectedError" in finished.stderr
 
 
-@pytest.mark.parametrize("has_parts", [pytest.param(False, marks=pytest.mark.complete), True])
+@pytest.mark.complete
+@pytest.mark.parametrize("has_parts", [False, True])
 def test_a_checkpoint_of_the_next_instance_resumes_a_ring_job_that_lost_the_first(tmp_path, has_parts):
     """The bits are those of an undisturbed training. Copies of the first instance's parts of the state survive."""
     options = ("--on-failure=shrink", "--inject=kill:instance=0,step=3,phase=all_reduce")

@@ -125,6 +125,7 @@ distributed.destroy_process_group()
 """
 
 
+@pytest.mark.complete
 @pytest.mark.cores(2)
 def test_torch_distributed_env_connects_the_instances():
     finished = run(*two(TOGETHER, "--torch-distributed-env", "yes"))

@@ -44,6 +44,7 @@ def test_compiled_collectives_of_torch_give_the_bits_of_the_host() -> None:
     assert [finished.lines_of(instance) for instance in range(3)] == [HOLDS] * 3
 
 
+@pytest.mark.complete
 def test_collectives_of_torch_do_not_wait_for_an_instance_that_left_early() -> None:
     finished = run("--num-instances", "2", "--num-replicas", "2", sys.executable, "-c", LEAVES)
     assert finished.status == 1, finished.stderr

@@ -117,6 +117,7 @@ def test_differing_instances_of_one_run_are_named():
     assert "instances 0 and 1 of run 1 differ first at step 0" in finished.stdout
 
 
+@pytest.mark.complete
 def test_a_run_with_losses_has_the_bits_of_one_process():
     finished = verify("--num-replicas=4", "--with-losses", sys.executable, PROGRAM, "well")
     assert finished.status == 0, finished.stdout + finished.stderr

@@ -75,6 +75,18 @@ def test_the_command_fills_the_slots_of_the_hostfile(manifest: str) -> None:
     assert int(words[words.index("--num-instances") + 1]) == sum(slots)
 
 
+def test_a_failed_launcher_is_not_started_again() -> None:
+    [launcher] = [
+        job["template"]["spec"]
+        for job in read_manifest("runtime.yaml")["spec"]["template"]["spec"]["replicatedJobs"]
+        if job["name"] == "launcher"
+    ]
+    assert (launcher["backoffLimit"], launcher["template"]["spec"].get("restartPolicy")) == (0, "Never")
+    mpijob = read_manifest("mpijob.yaml")["spec"]
+    assert mpijob["runPolicy"]["backoffLimit"] == 0
+    assert mpijob["mpiReplicaSpecs"]["Launcher"]["restartPolicy"] == "Never"
+
+
 def test_both_jobs_run_the_same_command_and_the_same_program() -> None:
     assert pods_of_trainjob().command == pods_of_mpijob().command
 

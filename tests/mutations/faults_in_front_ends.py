@@ -371,7 +371,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="a layer thawed in a loop is never averaged",
-        path="strategies/torch/gradient_averaging.py",
+        path="strategies/torch/averaged_parts.py",
         old="one.requires_grad and id(one) not in numbers for",
         new="False for",
         caught_by="tests/strategies/on_torch/test_gradient_averaging.py::TestTrainedLayers::test_layers_thaw_and_freeze_between_steps",
@@ -413,9 +413,9 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="gradients of two models have the same names",
-        path="strategies/torch/gradient_averaging.py",
-        old='self._title = "gradients" if self.passes.models == 1 else',
-        new='self._title = "gradients" if self.passes.models else',
+        path="strategies/torch/averaged_parts.py",
+        old='title = "gradients" if self.number == 1 else',
+        new='title = "gradients" if self.number else',
         caught_by="tests/strategies/on_torch/test_gradient_averaging.py::TestSeveralModels::test_models_used_in_different_orders_are_an_error",
     ),
     Fault(

@@ -94,7 +94,7 @@ IN_STRATEGIES = (
     Fault(
         name="gradients are not divided by the scale of the loss",
         path="strategies/jax/updates/update.py",
-        old="leaves = [leaf.astype(jnp.float32) / scale for leaf in leaves]",
+        old="leaves = [widened(leaf) / scale for leaf in leaves]",
         new="leaves = [leaf.astype(jnp.float32) for leaf in leaves]",
         caught_by="tests/strategies/test_updates.py::test_means_are_divided_by_the_loss_scale",
     ),

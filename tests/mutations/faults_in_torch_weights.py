@@ -101,6 +101,13 @@ IN_TORCH_WEIGHTS = (
         caught_by=f"{_OF_LOOPS}test_passes_without_a_weighted_mean_are_refused",
     ),
     Fault(
+        name="the optimizer of a loop uses the gradients of a step that is skipped",
+        path="strategies/torch/gradient_averaging.py",
+        old="                one.grad = None\n",
+        new="                pass\n",
+        caught_by=f"{_OF_LOOPS}test_a_step_without_weight_is_skipped_if_so_told",
+    ),
+    Fault(
         name="an instance that is late does not hear that a step has no weight",
         path="strategies/torch/loop_means.py",
         old="gradients, buffers, float(known[2]) if known[1] else None)",

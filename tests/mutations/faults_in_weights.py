@@ -12,14 +12,14 @@ IN_WEIGHTS = (
     Fault(
         name="mean gradients are not divided by the mean weight",
         path="strategies/jax/updates/update.py",
-        old="leaves = [leaf.astype(jnp.float32) / weight for leaf in leaves]",
+        old="leaves = [widened(leaf) / weight for leaf in leaves]",
         new="leaves = [leaf.astype(jnp.float32) for leaf in leaves]",
         caught_by=_ONE_PROCESS,
     ),
     Fault(
         name="gradients are not multiplied by the weight",
         path="strategies/jax/gradients/replica_program.py",
-        old="return [times_weight(each, values[self.places.weight]) for each in apart]",
+        old="return [weighted_terms(each, values[self.places.weight]) for each in apart]",
         new="return apart",
         caught_by=_ONE_PROCESS,
     ),
@@ -49,8 +49,8 @@ IN_WEIGHTS = (
     Fault(
         name="a loss of weight 0 that is NaN spoils the mean",
         path="strategies/jax/gradients/tail.py",
-        old="return jnp.where(weight > 0, wide * weight, 0)",
-        new="return wide * weight",
+        old="return jnp.where(weight > 0, widened(values) * weight, 0)",
+        new="return widened(values) * weight",
         caught_by=_ONE_PROCESS,
     ),
     Fault(
@@ -84,7 +84,7 @@ IN_WEIGHTS = (
     Fault(
         name="stages do not multiply the loss by its weight",
         path="strategies/jax/gradients/replica_program.py",
-        old="loss = times_weight(loss, values[self.places.weight])",
+        old="loss, values = self._weighed(loss, values)",
         new="loss = loss",
         caught_by=f"{_OF_JAX}test_a_pipeline_trains_with_all_tokens_on_any_number_of_instances",
     ),

@@ -59,6 +59,17 @@ def on_instances():
 
 
 @pytest.fixture
+def pretend_one_core(monkeypatch):
+    """Provide a function after which this process seems to have one core. Restores what strategies then tell JAX."""
+    import jax
+
+    name = "jax_cpu_enable_async_dispatch"
+    before = jax.config.values[name]
+    yield lambda: monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    jax.config.update(name, before)
+
+
+@pytest.fixture
 def in_new_process():
     """Provide a function that runs a program in a Python whose JAX has not started, and returns its output."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -27,8 +28,13 @@ NEEDS = {"horovod", "pytorch_lightning", "torch"}
 """Libraries of one transport or room, which are not installed everywhere."""
 
 
-def classes_of(package: str) -> Iterator[type]:
-    """Yield all classes of the modules of a package, nested ones included."""
+@functools.cache
+def classes_of(package: str) -> tuple[type, ...]:
+    """Return all classes of the modules of a package, nested ones included."""
+    return tuple(_classes_of(package))
+
+
+def _classes_of(package: str) -> Iterator[type]:
     root = importlib.import_module(package)
     found = [each.name for each in pkgutil.walk_packages(root.__path__, f"{package}.")]
     names = [name for name in found if not name.startswith(EXAMPLES.replace("/", "."))]  # importing a program starts it
@@ -82,7 +88,7 @@ def raised_bare_in(source: str) -> set[str]:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_class_is_made_from_a_concrete_one(package: str) -> None:
     """Exceptions are exempt, since callers catch them by their bases."""
-    classes = list(classes_of(package))
+    classes = classes_of(package)
     assert len(classes) > 10
     assert [found for cls in classes for found in concrete_above(cls)] == []
 
@@ -95,7 +101,8 @@ def test_only_abstract_methods_are_left_to_subclasses(package: str) -> None:
     found = [
         str(path.relative_to(ROOT))
         for path in modules
-        if "NotImplementedError" in raised_bare_in(path.read_text(encoding="utf-8"))
+        if "NotImplementedError" in (source := path.read_text(encoding="utf-8"))
+        and "NotImplementedError" in raised_bare_in(source)
     ]
     assert found == []
 
@@ -121,6 +128,7 @@ def test_a_strategy_only_chooses_a_membership() -> None:
         assert own == chooses, cls
 
 
+@functools.cache
 def names_of_classes(package: str) -> dict[str, set[str]]:
     """Return, for each name of a class of a package, the files that define it."""
     found: dict[str, set[str]] = {}

@@ -1,5 +1,6 @@
 """Estimators: the original's rows, and the same bits as `Trainer`."""
 
+import functools
 import itertools
 import re
 
@@ -282,6 +283,17 @@ def test_a_host_function_without_a_result_is_refused():
         IPUEstimator(model_fn).train(increasing(3), steps=1)
 
 
+def test_a_variable_of_the_model_and_of_the_host_is_refused():
+    def model_fn(features, mode):
+        w = est.get_variable("w")
+        return IPUEstimatorSpec(
+            mode, loss=w, train_op=optax.sgd(1.0), host_call=(lambda w: w + est.get_variable("w"), [w])
+        )
+
+    with pytest.raises(ValueError, match="host_call makes {'w'}"):
+        IPUEstimator(model_fn).train(increasing(3), steps=1)
+
+
 def test_a_host_function_that_applies_no_gradients_is_refused():
     def model_fn(features, mode):
         loss = est.get_variable("w")
@@ -302,6 +314,36 @@ def test_host_calls_with_several_iterations_are_refused():
     model_fn = calling(lambda loss: 0, lambda features, loss: [loss])
     with pytest.raises(ValueError, match="host_call"):
         IPUEstimator(model_fn, config=config_of(loops=2)).train(increasing(3), steps=2)
+
+
+def counting(features, mode):
+    """Return a spec whose `host_call` adds the losses, and counts its calls."""
+    loss = jnp.sum(features)
+
+    def add(loss):
+        total = est.get_variable("total", initializer=0.0)
+        calls = est.get_variable("calls", initializer=0, dtype=np.int32)
+        total += loss
+        calls += 1
+        return total
+
+    return IPUEstimatorSpec(mode, loss=loss, train_op=loss, host_call=(add, [loss]))
+
+
+@pytest.mark.parametrize("instances", [also(1), 2])
+def test_variables_of_a_host_call_are_of_the_worker_and_kept_in_checkpoints(on_instances, instances, tmp_path):
+    def run(strategy):
+        def input_fn(input_context):
+            return listed([1 + 10 * input_context.input_pipeline_id], [2])()
+
+        config, found = RunConfig(train_distribute=strategy), []
+        for _ in range(2):
+            estimator = IPUEstimator(counting, tmp_path, config).train(input_fn)
+            found.append(tuple(float(estimator.get_variable_value(name)) for name in ("total", "calls")))
+        return found
+
+    assert on_instances(instances, 2, run) == [[(3, 2), (6, 4)], [(13, 2), (16, 4)]][:instances]
+    assert IPUEstimator(counting, tmp_path).get_variable_value("total") == 6
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -332,6 +374,42 @@ def test_replicas_without_a_cross_replica_optimizer_are_refused():
 
     with pytest.raises(ValueError, match="not a valid replicated training graph"):
         IPUEstimator(model_fn, config=config_of(4)).train(increasing(3), steps=1)
+
+
+@pytest.mark.parametrize("instances", [also(1), 2])
+def test_weights_of_losses_give_weighted_means(on_instances, instances):
+    """The third worker's first batch has no row that counts."""
+    x = np.array([[[1, 0], [1, 2]], [[3, 0], [0, 0]], [[0, 0], [2, 0]], [[1, 1], [4, 1]]], np.float32)
+
+    def model_fn(features, mode):
+        own = (est.get_variable("w", initializer=1.0) * features - 1) ** 2 * (features > 0)
+        loss = strategies.Outcome(own.sum() / jnp.sum(features > 0), weight=jnp.sum(features > 0, dtype=jnp.float32))
+        return IPUEstimatorSpec(mode, loss=loss, train_op=optax.sgd(0.1), eval_metric_ops={})
+
+    def run(strategy):
+        seen, estimator = Seen(), IPUEstimator(model_fn, config=RunConfig(train_distribute=strategy))
+        estimator.train(lambda input_context: x[input_context.input_pipeline_id], [seen], steps=1)
+        return (
+            seen.losses,
+            float(estimator.get_variable_value("w")),
+            estimator.evaluate(lambda: x.reshape(8, 2))["loss"],
+        )
+
+    first = np.array([1, 3, 1, 1])
+    w = 1 - 0.1 * np.mean(2 * (first - 1) * first)
+    wanted = [4 * np.mean((first - 1.0) ** 2)], w, np.mean((w * x[x > 0] - 1) ** 2)
+    for losses, value, evaluated in on_instances(instances, 4, run):
+        np.testing.assert_allclose([*losses, value, evaluated], [*wanted[0], *wanted[1:]], rtol=1e-6)
+
+
+def test_a_weight_that_would_be_lost_is_refused():
+    def model_fn(features, mode):
+        w = est.get_variable("w", initializer=1.0)
+        train_op = EstimatorOptimizer(optax.sgd(1.0)).minimize(w)
+        return IPUEstimatorSpec(mode, loss=strategies.Outcome(w, weight=2.0), train_op=train_op)
+
+    with pytest.raises(ValueError, match="minimize that Outcome"):
+        IPUEstimator(model_fn).train(increasing(3), steps=1)
 
 
 @pytest.mark.complete
@@ -405,6 +483,74 @@ def test_another_strategy_than_that_of_the_last_training_is_refused(strategy):
     estimator = IPUEstimator(square).train(pairs([[1]], [[1]]))
     with strategy.scope(), pytest.raises(ValueError, match="another strategy"):
         estimator.train(pairs([[1]], [[1]]))
+
+
+def test_a_loss_that_is_not_a_number_ends_the_training_before_a_checkpoint(tmp_path):
+    estimator = IPUEstimator(square, tmp_path, RunConfig(save_checkpoints_steps=1))
+    with pytest.raises(est.NanLossDuringTrainingError, match="at step 2"):
+        estimator.train(pairs([[1], [np.nan], [1]], [[1]] * 3))
+    assert estimator.latest_checkpoint().endswith("step_00000001")
+
+
+def test_first_values_depend_on_the_seed():
+    def model_fn(features, mode):
+        loss = jnp.sum(est.get_variable("w", (2, 2)))
+        return IPUEstimatorSpec(mode, loss=loss, train_op=optax.sgd(1.0), eval_metric_ops={})
+
+    found = [
+        IPUEstimator(model_fn, config=RunConfig(tf_random_seed=seed)).evaluate(increasing(3), steps=1)["loss"]
+        for seed in (1, 1, 2)
+    ]
+    assert found[0] == found[1] != found[2]
+
+
+class Told:
+    """A hook and a listener that keeps the names of its calls."""
+
+    def __init__(self, name, calls):
+        self.name, self.calls = name, calls
+
+    def __getattr__(self, name):
+        if name not in ("begin", "before_run", "after_run", "before_save", "after_save", "end"):
+            raise AttributeError(name)
+        return lambda *_: self.calls.append((self.name, name))
+
+
+def test_hooks_are_called_in_the_order_of_the_original():
+    calls = []
+    hook, of_spec, listener = (Told(name, calls) for name in ("hook", "of_spec", "listener"))
+
+    def model_fn(features, mode):
+        return IPUEstimatorSpec(mode, loss=features, train_op=features, training_hooks=[of_spec])
+
+    estimator = IPUEstimator(model_fn, config=RunConfig(save_checkpoints_steps=1))
+    estimator.train(increasing(3), [hook], max_steps=1, saving_listeners=[listener])
+    both = [[(name, event) for name in ("hook", "of_spec")] for event in ("begin", "before_run", "after_run", "end")]
+    of_listener = [("listener", event) for event in ("begin", "before_save", "after_save", "end")]
+    assert calls == [of_listener[0], *both[0], *both[1], *both[2], *of_listener[1:], *both[3]]
+    estimator.train(increasing(3), [hook], max_steps=1)
+    assert len(calls) == 12
+
+
+def test_a_hook_that_asks_for_values_is_refused():
+    hook = type("Asks", (), {"before_run": lambda self, context: ["loss:0"]})()
+    with pytest.raises(NotImplementedError, match="before_run"):
+        IPUEstimator(square).train(pairs([[1]], [[1]]), [hook])
+
+
+def test_a_hook_of_one_worker_stops_all(on_instances):
+    def run(strategy):
+        class Stops(Seen):
+            def after_run(self, run_context, run_values):
+                super().after_run(run_context, run_values)
+                if strategy.is_chief and run_values.results["global_step"] == 2:
+                    run_context.request_stop()
+
+        hook = Stops()
+        IPUEstimator(square, config=RunConfig(train_distribute=strategy)).train(pairs([[1]] * 9, [[1]] * 9), [hook])
+        return hook.steps
+
+    assert on_instances(2, 2, run) == [[1, 2]] * 2
 
 
 # ---- batch sizes
@@ -583,6 +729,13 @@ def test_predictions_come_row_by_row_or_loop_by_loop():
         next(few)
 
 
+def test_a_partial_function_takes_the_other_arguments():
+    estimator = IPUEstimator(
+        functools.partial(lambda features, mode, by: predicting(lambda x: by * x)(features, mode), by=3)
+    )
+    assert list(estimator.predict(functools.partial(lambda rows: listed(rows)(), rows=[1, 2]))) == [3, 6]
+
+
 def test_predictions_may_be_a_dictionary():
     estimator = IPUEstimator(predicting(lambda x: {"x": x, "square": x * x}))
     assert list(estimator.predict(listed([1, 2]))) == [{"x": 1, "square": 1}, {"x": 2, "square": 4}]
@@ -637,7 +790,7 @@ def test_checkpoints_are_made_and_kept_as_configured(tmp_path):
     config = RunConfig(save_checkpoints_steps=2, keep_checkpoint_max=2)
     estimator = IPUEstimator(square, tmp_path, config)
     estimator.train(pairs([[1]] * 7, [[1]] * 7), saving_listeners=[Listener()])
-    assert steps == [2, 4, 6]
+    assert steps == [2, 4, 6, 7]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000006", "step_00000007"]
 
 
@@ -702,13 +855,13 @@ def test_training_is_evaluated_at_checkpoints_and_at_the_end(on_instances, insta
     assert on_instances(instances, 2, run) == [wanted, (5, 3, [], [])][:instances]
 
 
-def test_evaluation_waits_for_its_time():
+def test_evaluations_after_the_first_wait_for_their_time():
     evaluated = []
     config = RunConfig(save_checkpoints_steps=1)
     data = pairs([[1]] * 4, [[1]] * 4)
     hook = type("Begin", (), {"begin": lambda self: evaluated.append(True)})()
-    train_and_evaluate(IPUEstimator(square, config=config), TrainSpec(data), EvalSpec(data, hooks=[hook]))
-    assert evaluated == [True]
+    found, _ = train_and_evaluate(IPUEstimator(square, config=config), TrainSpec(data), EvalSpec(data, hooks=[hook]))
+    assert (len(evaluated), found["global_step"]) == (2, 4)
 
 
 # ---- misuse
@@ -717,10 +870,12 @@ def test_evaluation_waits_for_its_time():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: IPUEstimator(None), ValueError, "give a function"),
+        (lambda: IPUEstimator(None), TypeError, "give a function"),
         (lambda: IPUEstimator(lambda x: x), ValueError, "not expected"),
         (lambda: IPUEstimator(lambda features: 0, params={}), ValueError, "does not include params"),
         (lambda: IPUEstimator(square, config={}), TypeError, "RunConfig"),
+        (lambda: IPUEstimator(square, "a", RunConfig(model_dir="b")), ValueError, "that of RunConfig is b"),
+        (lambda: next(IPUEstimator(square).predict(listed([1]), ["w"])), ValueError, "keys of a dictionary"),
         (lambda: IPUEstimator(lambda features: 0).train(listed([1])), ValueError, "IPUEstimatorSpec"),
         (lambda: IPUEstimator(square).train(listed([1]), steps=1, max_steps=1), ValueError, "both steps and max_steps"),
         (lambda: IPUEstimator(square).train(listed([1]), steps=0), ValueError, "steps > 0"),
@@ -728,13 +883,14 @@ def test_evaluation_waits_for_its_time():
         (lambda: IPUEstimator(square).train(lambda: (1, 2)), TypeError, "iterable of batches"),
         (lambda: IPUEstimator(square).train(list), ValueError, "too few batches"),
         (lambda: IPUEstimator(square).train(lambda: [(1, 2, 3)]), ValueError, "3 parts"),
+        (lambda: IPUEstimator(square).train(lambda: [()]), ValueError, "0 parts"),
         (lambda: IPUEstimator(square).train(pairs([[1], [1, 2]], [[1], [1, 2]])), ValueError, "inhomogeneous"),
         (lambda: IPUEstimator(passed_on(jnp.sum)).train(pairs([1], [1])), ValueError, "does not take labels"),
         (lambda: IPUEstimator(square).evaluate(pairs([1], [1]), checkpoint_path="nowhere"), Exception, "nowhere"),
         (lambda: IPUEstimatorSpec("training"), ValueError, "ModeKeys"),
         (lambda: IPUEstimatorSpec("train", loss=1), ValueError, "Missing train_op"),
         (lambda: IPUEstimatorSpec("infer"), ValueError, "Missing predictions"),
-        (lambda: EstimatorOptimizer("sgd"), TypeError, "optax"),
+        (lambda: IPUEstimator(two_variables(lambda *_: {"train_op": "sgd"})).train(listed([1])), TypeError, "optax"),
         (lambda: RunConfig(train_distribute="mirrored"), TypeError, "strategy|Strategy"),
         (lambda: RunConfig(save_checkpoints_steps=1, save_checkpoints_secs=1), ValueError, "both"),
         (lambda: TrainSpec(listed([1]), max_steps=-1), ValueError, "max_steps"),
@@ -749,6 +905,15 @@ def test_evaluation_waits_for_its_time():
 def test_misuse_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_batch_may_have_labels_alone():
+    def model_fn(features, labels, mode):
+        loss = est.get_variable("w", initializer=1.0) * jnp.mean(labels)
+        return IPUEstimatorSpec(mode, loss=loss if features is None else 0.0, train_op=optax.sgd(1.0))
+
+    estimator = IPUEstimator(model_fn).train(lambda: [(None, np.float32([1, 3]))])
+    assert estimator.get_variable_value("w") == -1
 
 
 def test_a_batch_of_another_shape_is_refused():

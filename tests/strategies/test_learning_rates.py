@@ -4,13 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from kept_rows import KeptRows
 from tiers import first_of, only
 
 import strategies
 from strategies.jax.updates.learning_rates import LearningRates
 from strategies.jax.updates.optimizers import MapGradientOptimizer
 from strategies.loss_scaling import LossScaling
-from strategies.sinks.sink import Sink
 
 STEPS = 6
 ROWS = {"x": np.arange(36, dtype=np.float32).reshape(12, 3) / 64}
@@ -20,24 +20,6 @@ INJECTED = optax.inject_hyperparams(optax.adam)
 INJECTED_SCHEDULE = INJECTED(learning_rate=SCHEDULE)
 
 
-class Kept(Sink):
-    """A sink that keeps its rows."""
-
-    name = "kept:here"
-
-    def __init__(self):
-        self.rows = []
-
-    def open(self, goes_on):
-        pass
-
-    def write(self, rows):
-        self.rows += [dict(row.values) for row in rows]
-
-    def close(self):
-        pass
-
-
 def loss_fn(variables, batch, key):
     return jnp.mean(batch["x"] @ variables["a"]) + variables["b"] ** 2
 
@@ -45,13 +27,13 @@ def loss_fn(variables, batch, key):
 def rows_of(optimizer, strategy=None, steps_per_execution=1, loss=loss_fn, **options):
     """Return the learning rates of each row of a training."""
     strategy = strategy or strategies.IPUStrategy(2)
-    kept, size = Kept(), len(ROWS["x"]) // STEPS // strategy.num_replicas_in_sync
+    kept, size = KeptRows(), len(ROWS["x"]) // STEPS // strategy.num_replicas_in_sync
     dataset = strategy.distribute_dataset(ROWS, batch_size=size, shuffle=False)
     trainer = strategies.Trainer(strategy, loss, optimizer, **options)
     state = trainer.init({"a": np.ones(3, np.float32), "b": np.float32(1)})
     with strategies.metrics.open(kept, strategy=strategy):
         trainer.run(state, dataset, steps_per_execution)
-    return [{name: rate for name, rate in row.items() if name.startswith("learning_rate")} for row in kept.rows]
+    return [{name: rate for name, rate in row.items() if name.startswith("learning_rate")} for row in kept.values]
 
 
 KNOWN = {
@@ -97,14 +79,14 @@ def test_rates_without_labels_are_numbered():
 
 
 def test_a_rate_that_the_program_sets_is_that_of_the_row():
-    strategy, kept = strategies.IPUStrategy(1), Kept()
+    strategy, kept = strategies.IPUStrategy(1), KeptRows()
     trainer = strategies.Trainer(strategy, loss_fn, INJECTED(learning_rate=0.5))
     state = trainer.init({"a": np.ones(3, np.float32), "b": np.float32(1)})
     with strategies.metrics.open(kept, strategy=strategy):
         for rate in (0.25, 0.125):
             state.optimizer_state.hyperparams["learning_rate"] = jnp.float32(rate)
             state, _ = trainer.step(state, {"x": jnp.ones((4, 3))})
-    assert [row["learning_rate"] for row in kept.rows] == [0.25, 0.125]
+    assert [row["learning_rate"] for row in kept.values] == [0.25, 0.125]
 
 
 def for_a(optimizer):

@@ -152,9 +152,49 @@ def test_streamed_gradients_have_the_same_bits(on_instances, caplog):
     assert "not streamed" not in caplog.text
 
 
+def test_gradients_that_stay_on_a_device_have_the_same_bits():
+    """XLA may round a sum of two products in two ways, which differ between the programs of exchanges."""
+    draw = np.random.default_rng(4)
+    start = {"w": draw.standard_normal((5, 64)) / 4, "v": draw.standard_normal((64, 33)) / 8}
+    batch = {"x": draw.standard_normal((6, 5)), "weight": np.repeat(np.int32([1, 5, 7]), 2)}
+    start, batch["x"] = jax.tree.map(np.float32, start), np.float32(batch["x"])
+
+    def loss_fn(variables, batch, key):
+        hidden = jnp.tanh(batch["x"] @ variables["w"]) @ variables["v"]
+        return strategies.Outcome(jnp.square(hidden.mean(-1) - 1).mean(), weight=batch["weight"][0])
+
+    def bits(exchange, **options):
+        strategy = strategies.IPUStrategy(1, defaults=Defaults(exchange=exchange))
+        trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(1.0), gradient_accumulation_count=3, **options)
+        state, metrics = trainer.step(trainer.init(start), batch)
+        return strategies.fingerprint(state.variables), metrics["loss"]
+
+    assert bits("host") == bits("compiled")
+    assert bits("host", reduction_method="running_mean") == bits("compiled", reduction_method="running_mean")
+
+
 def test_weights_of_one_change_no_bit(on_instances):
     [unweighted] = on_instances(1, REPLICAS, lambda strategy: trained(strategy, plain)[1:])
     assert on_instances(1, REPLICAS, lambda strategy: trained(strategy, weighted_alike(1.0))[1:]) == [unweighted]
+
+
+def double(variables, batch, key):
+    return jnp.square(variables["w"] - 1 / 3).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "options"),
+    [
+        (lambda *given: strategies.Outcome(double(*given), weight=3), {}),
+        (double, {"loss_scaling": 8.0}),
+        (double, {"loss_scaling": 8.0, "map_gradient": lambda gradient, variable: gradient}),
+    ],
+)
+def test_gradients_of_64_bits_keep_them(strategy, loss_fn, options):
+    with jax.enable_x64(True):
+        trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.25), **options)
+        state, _ = trainer.step(trainer.init({"w": np.zeros(3)}), {"x": np.ones(REPLICAS)})
+        np.testing.assert_allclose(state.variables["w"], 1 / 6, rtol=1e-15)
 
 
 def test_equal_weights_of_any_size_change_results_by_rounding_only(strategy):
@@ -322,8 +362,9 @@ def test_instances_agree_on_what_happens_without_weight(on_instances):
 
 
 def mean_of_row(variables, batch, key):
-    tokens = batch["mask"].sum()
-    return strategies.Outcome((batch["mask"] * batch["y"]).sum() / tokens, {"tokens": tokens}, weight=tokens)
+    tokens = batch["mask"].sum()  # without one, the loss is NaN and "inverse" is infinite
+    metrics = {"tokens": tokens, "inverse": 1 / tokens}
+    return strategies.Outcome((batch["mask"] * batch["y"]).sum() / tokens, metrics, weight=tokens)
 
 
 @pytest.mark.parametrize("instances", [1, 2])
@@ -337,9 +378,11 @@ def test_an_evaluation_is_the_mean_over_all_tokens(on_instances, instances):
 
     wanted = rows["y"][rows["mask"]].mean(dtype=np.float64)
     counts = rows["mask"].sum(-1)
+    assert 0 in counts
     for found in on_instances(instances, REPLICAS, evaluated):
         assert found["loss"] == pytest.approx(wanted, rel=1e-6)
         assert found["tokens"] == (counts**2).sum() / counts.sum()
+        assert found["inverse"] == pytest.approx((counts > 0).sum() / counts.sum(), rel=1e-6)
 
 
 def test_a_bad_weight_in_an_evaluation_is_an_error_on_all_instances(on_instances):
@@ -384,10 +427,25 @@ def test_a_pipeline_trains_with_all_tokens_on_any_number_of_instances(on_instanc
     assert [found[1:] for found in on_instances(2, REPLICAS, run, ipus_per_replica=2)] == [tuple(one)] * 2
 
 
+def test_a_pipeline_refuses_a_loss_of_weight_0_that_is_not_finite(on_instances):
+    """Its gradients would be NaN in all stages, and the loss of the step finite."""
+
+    def loss_fn(variables, batch, key):
+        outcome = in_stages(variables, batch, key)
+        with strategies.pipeline_stage(1):
+            return strategies.Outcome(jnp.where(outcome.weight > 0, outcome.loss, jnp.nan), weight=outcome.weight)
+
+    def refused(strategy):
+        with pytest.raises(WeightError, match="or it is 0 and the loss is not finite, .* at step 0"):
+            trained(strategy, loss_fn, pipeline=strategies.Pipelining([0, 1], schedule="sequential"))
+
+    on_instances(1, REPLICAS, refused, ipus_per_replica=2)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"map_gradient": lambda gradient, variable: gradient}, "that weights of losses have multiplied"),
+        ({"map_gradient": lambda gradient, variable: gradient}, "that weights have multiplied"),
         ({"compute_dtype": "float16"}, "use compute_dtype='bfloat16'"),
     ],
 )

@@ -25,7 +25,7 @@ def loss_fn(variables, batch, key):
     return strategies.Outcome(of_rows(hidden, mean), weight=batch["weight"][0])
 
 
-def stepped(strategy, **options):
+def stepped(strategy, loss_fn=loss_fn, **options):
     local = strategy.local_replicas
     rows = slice(local.start, local.stop)
     batch = {"x": X[rows].reshape(-1, 6), "weight": np.repeat(WEIGHTS[rows].astype(np.int32), ROWS)}
@@ -46,6 +46,20 @@ def test_gradients_through_collectives_are_those_of_the_weighted_mean(on_instanc
         assert variables.tobytes() == found[0][0].tobytes()
         np.testing.assert_allclose(variables, VARIABLES["w"] - gradients["w"], rtol=1e-5)
         assert own == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_a_loss_of_weight_0_that_is_not_finite_is_an_error_on_all_instances(on_instances):
+    """Its gradients would be NaN, and the loss of the step finite."""
+
+    def of_no_rows(variables, batch, key):
+        outcome = loss_fn(variables, batch, key)
+        return strategies.Outcome(outcome.loss * outcome.weight / outcome.weight, weight=outcome.weight)
+
+    def refused(strategy):
+        with pytest.raises(strategies.WeightError, match=r"divide a sum by jnp.maximum\(tokens, 1\)"):
+            stepped(strategy, of_no_rows)
+
+    on_instances(2, REPLICAS, refused)
 
 
 WIDE = {"a": DRAW.standard_normal((64, 128)) / 8, "b": DRAW.standard_normal((128, 128)) / 8, "c": np.ones(128) / 128}

@@ -3,6 +3,7 @@
 Semantics: the original's `ipu_estimator`, `ipu_pipeline_estimator` and `ipu_run_config`, and `tf.estimator`.
 """
 
+from strategies.compat.estimator.base import NanLossDuringTrainingError
 from strategies.compat.estimator.estimator import IPUEstimator
 from strategies.compat.estimator.pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from strategies.compat.estimator.run_config import EvalSpec, IPURunConfig, ModeKeys, RunConfig, TrainSpec
@@ -20,6 +21,7 @@ __all__ = [
     "IPUPipelineEstimatorSpec",
     "IPURunConfig",
     "ModeKeys",
+    "NanLossDuringTrainingError",
     "RunConfig",
     "TrainSpec",
     "get_global_step",

@@ -6,13 +6,15 @@ import inspect
 import itertools
 import logging
 import re
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import optax
@@ -37,21 +39,22 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _NAME = re.compile(r"\.(?:variables|model_state)\['(.*)'\]")
 _FAR = 1 << 60
+_COUNT = "gradient_accumulation_count"
 _SIZES = {ModeKeys.TRAIN: "train_batch_size", ModeKeys.EVAL: "eval_batch_size", ModeKeys.PREDICT: "predict_batch_size"}
 
 
-class EstimatorModel(NamedTuple):
-    """A model in a mode, for a trainer.
+class NanLossDuringTrainingError(RuntimeError):
+    """The loss is NaN. The checkpoints are older than this loss."""
 
-    Attributes:
-        call: Function of the parts of an element that returns a spec.
-        steps: Number of iterations of an update.
-        options: Options of the trainer.
-    """
 
-    call: Callable[..., IPUEstimatorSpec]
-    steps: int = 1
-    options: Mapping[str, Any] = MappingProxyType({})
+@dataclass
+class _EstimatorRun:
+    """A model in a mode with its trainer, the present state, and the global step."""
+
+    network: ModelInMode
+    trainer: Trainer
+    state: TrainState
+    step: int
 
 
 class Estimator(ABC):
@@ -69,7 +72,8 @@ class Estimator(ABC):
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If `model_fn` takes other arguments, or a batch size cannot be divided.
+        ValueError: If `model_fn` takes other arguments, `config` has another `model_dir`, or a batch size cannot be
+            divided.
     """
 
     _takes: ClassVar[frozenset[str]]  # the names of a batch among the arguments of model_fn
@@ -87,17 +91,18 @@ class Estimator(ABC):
     ) -> None:
         if not isinstance(config, RunConfig | None):
             raise wrong_type("config", config, "use a RunConfig")
-        if not callable(model_fn):
-            raise ValueError(f"model_fn is {model_fn!r}; give a function")
-        self._arguments = set(inspect.signature(model_fn).parameters)
-        others = self._arguments - self._takes - {"mode", "params", "config"}
-        if others or "features" in self._takes - self._arguments:
+        taken = arguments_of(model_fn)
+        others = taken - self._takes - {"mode", "params", "config"}
+        if others or "features" in self._takes - taken:
             raise ValueError(f"model_fn has following not expected args: {sorted(others)}, or must include features")
-        if params is not None and "params" not in self._arguments:
+        if params is not None and "params" not in taken:
             raise ValueError("model_fn does not include params argument, but params is passed to Estimator")
         self.model_fn, self.config, self.params = model_fn, config or RunConfig(), dict(params or {})
         self._warm_start_from = warm_start_from
-        self.model_dir = str(model_dir or self.config.model_dir or "") or None
+        folders = {str(folder) for folder in (model_dir, self.config.model_dir) if folder}
+        if len(folders) > 1:
+            raise ValueError(f"model_dir is {model_dir}, but that of RunConfig is {self.config.model_dir}; give one")
+        self.model_dir = folders.pop() if folders else None
         devices = self.config.devices
         defaults = devices.ipu_options.check() if devices.ipu_options else None
         self._alone = IPUStrategy(devices.num_replicas, devices.num_shards, defaults=defaults)
@@ -107,7 +112,7 @@ class Estimator(ABC):
             raise ValueError("both the estimator and params have a batch size; give one of them")
         for mode in self._batch_sizes:
             self._named(mode)
-        self._training: tuple[ModelInMode, Trainer, TrainState, int] | None = None  # with the global step
+        self._training: _EstimatorRun | None = None
 
     def train(
         self,
@@ -122,73 +127,85 @@ class Estimator(ABC):
         Args:
             input_fn: Function of any of `mode`, `params`, `config` and `input_context` that returns the batches of one
                 worker: an iterable of features, or of `(features, labels)`.
-            hooks: Objects with any of the methods `begin()`, `after_run(estimator, values)`, after each loop, with
-                "loss" and "global_step" in `values.results`, and `end(None)`.
+            hooks: Objects with any of the methods `begin()`; `before_run(context)` and `after_run(context, values)`
+                around each loop, with "loss" and "global_step" in `values.results`; and `end(None)`. Call
+                `context.request_stop()` to end the training on all instances.
             steps: Number of iterations, a multiple of `iterations_per_loop`; None for all data.
             max_steps: Global step at which to end, rounded up to a multiple of `iterations_per_loop`.
-            saving_listeners: Objects with any of the methods `after_save(None, global_step)`, called after checkpoints
-                before the last one, and `end(None, global_step)`.
+            saving_listeners: Objects with any of the methods `begin()`, `before_save(None, global_step)` and
+                `after_save(None, global_step)` around each checkpoint, and `end(None, global_step)`.
 
         Raises:
             TypeError: If a function has the wrong type, or a `host_call` returns nothing.
             ValueError: If a number of steps does not fit, or `model_fn` returns an unfit spec.
-            NotImplementedError: With a strategy, if `iterations_per_loop` is above 1.
+            NanLossDuringTrainingError: If the loss is NaN.
+            NotImplementedError: With a strategy, if `iterations_per_loop` is above 1. If a `before_run` returns
+                anything.
         """
-        strategy, config, replicas = self.strategy_of(ModeKeys.TRAIN), self.config, self.config.devices.num_replicas
-        each, save_steps, log_steps = self._loop(steps), config.save_checkpoints_steps, config.log_step_count_steps
+        strategy, config, each = self.strategy_of(ModeKeys.TRAIN), self.config, self._loop(steps)
+        save_steps, log_steps = config.save_checkpoints_steps, config.log_step_count_steps
         check_steps("max_steps", max_steps)
         if steps is not None and max_steps is not None:
             raise ValueError("Can not provide both steps and max_steps; give one")
         if strategy is not self._alone and each > 1 and self._takes:
             raise NotImplementedError(f"iterations_per_loop is {each}, but must be 1 with a strategy")
-        model = self._model(ModeKeys.TRAIN)
-        first, batches = self._batches(input_fn, ModeKeys.TRAIN, model.steps)
-        if self._training is None:
-            warm = self._values(self._warm_start_from)[0] if self._warm_start_from else {}
-            self._training = *self._built(ModeKeys.TRAIN, first, warm), 0
-        network, trainer, state, done = self._training
-        if trainer.strategy is not strategy:
+        stop = threading.Event()
+        context, listeners = SimpleNamespace(session=None, request_stop=stop.set), saving_listeners or ()
+        first, batches = self._batches(input_fn, ModeKeys.TRAIN, stop.is_set)
+        warm = {} if self._training or not self._warm_start_from else self._values(self._warm_start_from)[0]
+        run = self._training or self._built(ModeKeys.TRAIN, first, warm)
+        network, count = run.network, self._options(ModeKeys.TRAIN).get(_COUNT, 1)
+        if run.trainer.strategy is not strategy:
             raise ValueError("the estimator has trained with another strategy; use that, or a new estimator")
-        hooks, listeners = [*(hooks or ()), *network.spec.training_hooks], saving_listeners or ()
-        saved_at = time.monotonic()
-        with self._checkpoints(trainer) as checkpoints:
-            state = checkpoints.restore(state)
-            done = checkpoints.extra.get("global_step", done or state.step * model.steps)
-            self._training = network, trainer, state, done
-            end = max_steps if steps is None else done + steps
-            _call(hooks, "begin")
-            while end is None or done < end:
-                losses, before = [], done
-                for batch in itertools.islice(batches, each // model.steps):
-                    state, metrics = trainer.step(state, _with_step(batch, before))
-                    done += model.steps
-                    self._training = network, trainer, state, done
-                    network.call_host(len(strategy.local_replicas) // replicas, replicas)
-                    losses.append(metrics)
+        hooks = [*(hooks or ()), *network.spec.training_hooks]
+        with self._checkpoints(run.trainer) as checkpoints:
+
+            def save() -> None:
+                _call(listeners, "before_save", None, run.step)
+                checkpoints.save(run.state)
+                if listeners:
+                    checkpoints.wait()
+                    strategy.broadcast(np.int32(run.step))  # the checkpoint is there, also for other instances
+                    _call(listeners, "after_save", None, run.step)
+
+            run.state = checkpoints.restore(run.state)
+            run.step = checkpoints.extra.get("global_step", run.step or run.state.step * count)
+            network.restore_host(checkpoints.extra.get("host"))
+            self._training, saved, saved_at = run, run.step, time.monotonic()
+            end = max_steps if steps is None else run.step + steps
+            if end is not None and run.step >= end:
+                logger.info("Skipping training since max_steps has already saved.")
+                return self
+            _call([*listeners, *hooks], "begin")
+            while end is None or run.step < end:
+                losses, before = [], run.step
+                if any(asked is not None for asked in _call(hooks, "before_run", context)):
+                    raise NotImplementedError("before_run asks for values; read loss and global_step in after_run")
+                for batch in itertools.islice(batches, each // count):
+                    run.state, metrics = run.trainer.step(run.state, _with_step(batch, before))
+                    run.step += count
+                    network.call_host(run.step)
+                    losses.append(metrics.get(REPORTED, metrics["loss"]))
                 if not losses:
                     break
-                if hooks or before // log_steps < done // log_steps:
-                    loss = float(np.mean([one.get(REPORTED, one["loss"]) for one in losses], dtype=np.float64))
-                    loss *= strategy.num_replicas_in_sync // replicas if network.update else 1
-                    logger.info("loss = %s, step = %d", loss, done)
-                    _call(hooks, "after_run", self, SimpleNamespace(results={"loss": loss, "global_step": done}))
-                checkpoints.extra = {"global_step": done}
-                checkpoints.after_step(state)
-                is_due = time.monotonic() - saved_at > (config.save_checkpoints_secs or 600)
-                if save_steps is not None:
-                    is_due = before // save_steps < done // save_steps
-                elif listeners or trainer.is_sharded:
-                    is_due = bool(strategy.broadcast(np.int32(is_due)))  # all save after the same step
-                if is_due and done != end:
-                    saved_at = time.monotonic()
-                    checkpoints.save(state)
-                    if listeners:
-                        checkpoints.wait()
-                        strategy.broadcast(np.int32(done))  # the checkpoint is there, also for other instances
-                        _call(listeners, "after_save", None, done)
-            checkpoints.save(state)
-        strategy.broadcast(np.int32(done))
-        _call(listeners, "end", None, done)
+                workers = strategy.num_replicas_in_sync // config.devices.num_replicas
+                loss = float(np.mean(losses)) * (workers if network.update else 1)
+                if log_steps and before // log_steps < run.step // log_steps:
+                    logger.info("loss = %s, step = %d", loss, run.step)
+                results = {"loss": loss, "global_step": run.step}
+                _call(hooks, "after_run", context, SimpleNamespace(results=results))
+                if np.isnan(loss):
+                    raise NanLossDuringTrainingError(f"NaN loss during training, at step {run.step}; lower the rate")
+                checkpoints.extra = {"global_step": run.step, "host": network.host_values()}
+                checkpoints.after_step(run.state)
+                is_late = np.int32(time.monotonic() - saved_at > (config.save_checkpoints_secs or 600))
+                if before // save_steps < run.step // save_steps if save_steps else strategy.broadcast(is_late):
+                    saved, saved_at = run.step, time.monotonic()
+                    save()
+            if run.step != saved:
+                save()
+        strategy.broadcast(np.int32(run.step))
+        _call(listeners, "end", None, run.step)
         _call(hooks, "end", None)
         return self
 
@@ -198,20 +215,20 @@ class Estimator(ABC):
         of_state = dict.fromkeys(("save", "after_step", "restore"), lambda state: state)
         return nullcontext(SimpleNamespace(**of_state, wait=lambda: None, extra={}))
 
-    def _built(self, mode: str, element: Tree, values: Mapping[str, Leaf]) -> tuple[ModelInMode, Trainer, TrainState]:
-        """Return the model for elements like this one, and its trainer and first state."""
-        devices, model = self.config.devices, self._model(mode)
-        network = ModelInMode(model.call, self.strategy_of(mode), element, values)
-        update, options = network.update, dict(model.options)
+    def _built(self, mode: str, element: Tree, values: Mapping[str, Leaf], step: int = 0) -> _EstimatorRun:
+        """Return the model for elements like this one, with its trainer and first state."""
+        devices, strategy, seed = self.config.devices, self.strategy_of(mode), self.config.tf_random_seed or 0
+        network = ModelInMode(self._model(mode), strategy, devices.num_replicas, element, values, seed)
+        update, options = network.update, self._options(mode)
         if network.spec.host_call and devices.iterations_per_loop > 1:
             raise ValueError("host_call is not allowed with iterations_per_loop above 1; set it to 1")
         if update and devices.num_replicas > 1 and network.is_independent and not update.optimizer.averages_replicas:
             raise ValueError("This is not a valid replicated training graph; use a CrossReplicaOptimizer")
         if update:
             options["trainable"] = {name: name in update.names for name in network.trained}
-        optimizer, seed = update.optimizer.opt if update else optax.set_to_zero(), self.config.tf_random_seed or 0
-        trainer = Trainer(self.strategy_of(mode), network.loss_fn, optimizer, seed, **options)
-        return network, trainer, trainer.init(network.trained, network.state)
+        optimizer = update.optimizer.opt if update else optax.set_to_zero()
+        trainer = Trainer(strategy, network.loss_fn, optimizer, seed, **options)
+        return _EstimatorRun(network, trainer, trainer.init(network.trained, network.state), step)
 
     def evaluate(
         self,
@@ -231,13 +248,13 @@ class Estimator(ABC):
             name: Name of the evaluation in the log.
         """
         self._loop(steps)
-        network, outputs, step = self._outputs(ModeKeys.EVAL, input_fn, checkpoint_path, steps)
-        hooks = [*(hooks or ()), *network.spec.evaluation_hooks]
+        run, outputs = self._outputs(ModeKeys.EVAL, input_fn, checkpoint_path, steps)
+        hooks = [*(hooks or ()), *run.network.spec.evaluation_hooks]
         _call(hooks, "begin")
-        found = network.metrics(outputs)
+        found = {**run.network.metrics(outputs), "global_step": run.step}
         _call(hooks, "end", None)
-        logger.info("Evaluation %s of step %d: %s", name or "", step, found)
-        return {**found, "global_step": step}
+        logger.info("Evaluation %s: %s", name or "", found)
+        return found
 
     def predict(
         self,
@@ -258,21 +275,16 @@ class Estimator(ABC):
             yield_single_examples: Whether to yield row by row.
             num_predictions: Number of results after which to end; None for all data.
         """
-        network, outputs, _ = self._outputs(ModeKeys.PREDICT, input_fn, checkpoint_path)
-        hooks = [*(hooks or ()), *network.spec.prediction_hooks]
+        run, outputs = self._outputs(ModeKeys.PREDICT, input_fn, checkpoint_path)
+        hooks, known = [*(hooks or ()), *run.network.spec.prediction_hooks], run.network.spec.predictions
+        if predict_keys is not None and not (isinstance(known, Mapping) and {*predict_keys} <= {*known}):
+            raise ValueError(f"predict_keys are {predict_keys}; name keys of a dictionary of predictions")
         _call(hooks, "begin")
-        left = _FAR if num_predictions is None else num_predictions
-        while left > 0 and (loop := list(itertools.islice(outputs, self.config.devices.iterations_per_loop))):
-            rows = trees.map(_joined, *loop)
-            rows = rows if predict_keys is None else {key: rows[key] for key in predict_keys}
-            count, *others = {len(leaf) for leaf in trees.leaves(rows)}
-            if others:
-                raise ValueError(f"predictions have {count} and {others[0]} rows; all need a row for each example")
-            for number in range(min(count, left) if yield_single_examples else 0):
-                yield trees.map(lambda leaf: leaf[number], rows)  # noqa: B023  called at once
-            if not yield_single_examples:
-                yield rows
-            left -= count if yield_single_examples else 1
+        loops = iter(lambda: list(itertools.islice(outputs, self.config.devices.iterations_per_loop)), [])
+        rows = (trees.map(_joined, *loop) for loop in loops)
+        rows = rows if predict_keys is None else ({key: one[key] for key in predict_keys} for one in rows)
+        found = itertools.chain.from_iterable(map(_examples, rows)) if yield_single_examples else rows
+        yield from itertools.islice(found, num_predictions)
         _call(hooks, "end", None)
 
     def export_saved_model(self, export_dir_base: str | Path, model: Any) -> str:
@@ -310,22 +322,23 @@ class Estimator(ABC):
 
     def _outputs(
         self, mode: str, input_fn: InputFunction, path: str | Path | None, steps: int | None = None
-    ) -> tuple[ModelInMode, Iterator[Tree], int]:
-        """Return a model, its outputs for batches, and the global step."""
+    ) -> tuple[_EstimatorRun, Iterator[Tree]]:
+        """Return a model, and its outputs for batches."""
         values, step = self._values(path)
-        first, batches = self._batches(input_fn, mode, 1)
-        network, trainer, state = self._built(mode, first, values)
-        if not network.is_independent:  # padding would take part in collectives
+        first, batches = self._batches(input_fn, mode)
+        run = self._built(mode, first, values, step)
+        if not run.network.is_independent:  # padding would take part in collectives
             whole = _whole(batches)
-            batches = iter(trainer.strategy.distribute_datasets_from_function(lambda _: whole))
+            batches = iter(run.trainer.strategy.distribute_datasets_from_function(lambda _: whole))
         batches = (one._replace(values=_with_step(one, step)) for one in itertools.islice(batches, steps))
-        return network, trainer.predict(state, batches, network.arrays_fn), step
+        return run, run.trainer.predict(run.state, batches, run.network.arrays_fn)
 
     def _values(self, path: str | Path | None) -> tuple[dict[str, Leaf], int]:
         """Return the variables by name and the global step: of a checkpoint, the last training or the newest one."""
         if self._training and path is None:
-            _, _, state, step = self._training
-            values = {**state.variables, **(state.model_state or {})}
+            run = self._training
+            values = {**run.state.variables, **(run.state.model_state or {}), **run.network.host[0]}
+            step = run.step
         elif path is None and self.latest_checkpoint() is None:
             if self.strategy_of(ModeKeys.TRAIN).instance_index:  # only instance 0 writes
                 raise CheckpointError(f"there is no checkpoint in {self.model_dir} on this host; train first")
@@ -335,6 +348,7 @@ class Estimator(ABC):
             found = find_checkpoint(path or str(self.model_dir))
             training, arrays = CheckpointFolder(found.parent, keep=1).read(found)
             values = {match[1]: arrays[name] for name in arrays if (match := _NAME.fullmatch(name))}
+            values |= training.extra.get("host", {})
             step = training.extra.get("global_step", training.step)
         return {name: np.array(value) for name, value in values.items() if name != UNUSED}, step
 
@@ -364,31 +378,34 @@ class Estimator(ABC):
         return each
 
     @abstractmethod
-    def _model(self, mode: str) -> EstimatorModel:
-        """Return the model in a mode, for a trainer."""
+    def _model(self, mode: str) -> Callable[..., IPUEstimatorSpec]:
+        """Return the function of the parts of an element that returns the spec of a mode."""
 
-    def _batches(self, input_fn: InputFunction, mode: str, count: int) -> tuple[Tree, Iterator[Masked]]:
+    def _options(self, mode: str) -> dict[str, Leaf]:
+        """Return options of the trainer."""
+        return {}
+
+    def _batches(
+        self, input_fn: InputFunction, mode: str, is_over: Callable[[], bool] = lambda: False
+    ) -> tuple[Tree, Iterator[Masked]]:
         """Return a replica's first element, and the elements of this instance's replicas for each step."""
-        if not callable(input_fn):
-            raise wrong_type("input_fn", input_fn, "use a function that returns an iterable of batches")
-        strategy, each, named = self.strategy_of(mode), self.config.devices.num_replicas, self._named(mode)
-        own, takes = strategy.local_replicas, set(inspect.signature(input_fn).parameters)
+        strategy, each = self.strategy_of(mode), self.config.devices.num_replicas
+        own, total = strategy.local_replicas, strategy.num_replicas_in_sync
         if len(own) % each:
             told = f"num_replicas is {each}, but an instance has {len(own)} replicas, and a worker cannot be split"
             raise ValueError(f"{told}; give the strategy a multiple of {each} replicas for each instance")
-        if mode in self._batch_sizes and "params" not in takes:
+        if mode in self._batch_sizes and "params" not in arguments_of(input_fn):
             raise ValueError(f"{_SIZES[mode]} is given, but input_fn does not take params, where the batch size is")
 
         def of_worker(number: int) -> Iterator[Element]:
-            total = strategy.num_replicas_in_sync
             context = None if strategy is self._alone else InputContext(total // each, number, total)
-            batches = input_fn(**taken({**named, "input_context": context}, takes))
+            batches = call(input_fn, {**self._named(mode), "input_context": context})
             if isinstance(batches, tuple | dict) or not isinstance(batches, Iterable):
                 raise wrong_type("the result of input_fn", batches, "return an iterable of batches")
             return iter(batches)
 
         inputs = [of_worker(number) for number in range(own.start // each, own.stop // each)]
-        local = batches = dealt(inputs, each, count, pads=mode != ModeKeys.TRAIN)
+        local = batches = dealt(inputs, each, self._options(mode).get(_COUNT, 1), mode != ModeKeys.TRAIN, is_over)
         if mode == ModeKeys.TRAIN:
             batches = iter(strategy.distribute_datasets_from_function(lambda _: local))
         first = next(batches, None)
@@ -396,17 +413,25 @@ class Estimator(ABC):
             raise ValueError("input_fn returns too few batches; give at least one for each replica and micro-batch")
         return trees.map(lambda leaf: leaf[0], first.values), itertools.chain([first], batches)
 
+    def _spec(self, kind: type[T], mode: str, **parts: Tree) -> T:
+        """Return the result of `model_fn`; raise ValueError if it is not a spec of that kind and mode."""
+        spec = call(self.model_fn, {**self._named(mode), **parts})
+        if not isinstance(spec, kind) or getattr(spec, "mode", None) != mode:
+            raise ValueError(f"model_fn should return an {kind.__name__} of mode {mode!r}, but returns {spec!r}")
+        return spec
 
-def checked(spec: object, kind: type[T], mode: str) -> T:
-    """Return the result of a `model_fn`; raise ValueError if it is not a spec of that kind and mode."""
-    if not isinstance(spec, kind) or getattr(spec, "mode", None) != mode:
-        raise ValueError(f"model_fn should return an {kind.__name__} of mode {mode!r}, but returns {spec!r}")
-    return spec
+
+def arguments_of(function: Function) -> set[str]:
+    """Return the names of a function's arguments that a `functools.partial` has not given."""
+    if not callable(function):
+        raise wrong_type("model_fn or input_fn", function, "give a function")
+    return inspect.signature(function).parameters.keys() - getattr(function, "keywords", {}).keys()
 
 
-def taken(named: Mapping[str, object], takes: set[str]) -> dict[str, object]:
-    """Return the arguments that a function takes."""
-    return {name: value for name, value in named.items() if name in takes}
+def call(function: Function, named: Mapping[str, object]) -> Tree:
+    """Call a function with the arguments that it takes."""
+    takes = arguments_of(function)
+    return function(**{name: value for name, value in named.items() if name in takes})
 
 
 def _with_step(batch: Masked, step: int) -> Tree:
@@ -424,6 +449,12 @@ def _joined(*leaves: np.ndarray) -> np.ndarray:
     return np.concatenate([leaf.reshape(-1, *leaf.shape[2:]) for leaf in leaves])
 
 
-def _call(hooks: Sequence[object], name: str, *arguments: object) -> None:
-    for hook in hooks:
-        getattr(hook, name, lambda *_: None)(*arguments)
+def _examples(rows: Tree) -> Iterator[Tree]:
+    count, *others = {len(leaf) for leaf in trees.leaves(rows)}
+    if others:
+        raise ValueError(f"predictions have {count} and {others[0]} rows; all need a row for each example")
+    return (trees.map(lambda leaf: leaf[number], rows) for number in range(count))  # noqa: B023  called at once
+
+
+def _call(hooks: Sequence[object], name: str, *arguments: object) -> list[object]:
+    return [getattr(hook, name, lambda *_: None)(*arguments) for hook in hooks]

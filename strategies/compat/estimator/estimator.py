@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import final
 
 from typing_extensions import override
 
-from strategies.compat.estimator.base import Estimator, EstimatorModel, checked, taken
+from strategies.compat.estimator.base import Estimator, arguments_of
 from strategies.compat.estimator.run_config import ModeKeys
 from strategies.compat.estimator.spec import IPUEstimatorSpec
 from strategies.typing import Tree
@@ -22,15 +23,11 @@ class IPUEstimator(Estimator):
     _takes = frozenset({"features", "labels"})
 
     @override
-    def _model(self, mode: str) -> EstimatorModel:
-        named = taken(self._named(mode), self._arguments)
-
-        def call(features: Tree, labels: Tree = None) -> IPUEstimatorSpec:
+    def _model(self, mode: str) -> Callable[..., IPUEstimatorSpec]:
+        def called(features: Tree, labels: Tree = None) -> IPUEstimatorSpec:
             labels = None if mode == ModeKeys.PREDICT else labels
-            if labels is not None and "labels" not in self._arguments:
+            if labels is not None and "labels" not in arguments_of(self.model_fn):
                 raise ValueError("model_fn does not take labels, but input_fn returns labels")
-            spec = self.model_fn(features, **taken({"labels": labels}, self._arguments), **named)
-            found: IPUEstimatorSpec = checked(spec, IPUEstimatorSpec, mode)
-            return found
+            return self._spec(IPUEstimatorSpec, mode, features=features, labels=labels)
 
-        return EstimatorModel(call)
+        return called

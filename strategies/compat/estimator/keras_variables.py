@@ -9,6 +9,7 @@ import jax
 import keras
 from keras.src.backend.common import global_state
 
+from strategies.argument_checks import wrong_type
 from strategies.compat.estimator.variables import CallVariables, unique_name
 from strategies.typing import Leaf
 
@@ -52,6 +53,8 @@ class KerasVariables(keras.StatelessScope):
 
 def fill(model: keras.Model, values: Mapping[str, Leaf]) -> None:
     """Give a built model the trained values; raise ValueError if one of its variables was not trained."""
+    if not isinstance(model, keras.Model):
+        raise wrong_type("model", model, "give a built Keras model, whose signature serves requests")
     named: dict[str, keras.Variable] = {}
     for variable in model.variables:
         if not _is_random_state(variable):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import islice
 
 import jax
@@ -18,7 +19,7 @@ from strategies.compat.estimator.spec import Gradient, IPUEstimatorSpec, Update
 from strategies.compat.estimator.variables import CallVariables
 from strategies.data.sources import Masked
 from strategies.jax.evaluation.mean import Mean
-from strategies.jax.feeds.outfeed import OutfeedQueue
+from strategies.jax.feeds.outfeed import OutfeedMode, OutfeedQueue
 from strategies.jax.replicas.replica_context import replica_context
 from strategies.outcome import Outcome
 from strategies.strategy import Strategy
@@ -35,10 +36,13 @@ class ModelInMode:
     Args:
         call: Function of the parts of an element that returns an `IPUEstimatorSpec`.
         strategy: Strategy whose replicas run it.
+        replicas: Number of replicas of a worker.
         element: Element of one replica.
         given: Values of variables by name; empty for initial ones.
+        seed: Seed of initial values.
 
     Attributes:
+        host: Variables of the function of `host_call` by name, for each worker of this instance.
         spec: Result of the first call.
         update: Update of a training step; None if it changes no variable.
         trained: First values of the variables that an optimizer may train by name.
@@ -48,9 +52,12 @@ class ModelInMode:
 
     spec: IPUEstimatorSpec
 
-    def __init__(self, call: Function, strategy: Strategy, element: Tree, given: Mapping[str, Leaf]) -> None:
-        self._call = call
-        self._outfeed = OutfeedQueue()
+    def __init__(
+        self, call: Function, strategy: Strategy, replicas: int, element: Tree, given: Mapping[str, Leaf], seed: int
+    ) -> None:
+        self._call, self._seed, self._replicas = call, seed, replicas
+        self._outfeed = OutfeedQueue(OutfeedMode.LAST)
+        self.host: list[dict[str, Leaf]] = [{} for _ in strategy.local_replicas[::replicas]]
 
         def traced(element: Tree, index: Leaf) -> None:
             context = strategy.replicas.new_context(index, "shapes")
@@ -65,7 +72,7 @@ class ModelInMode:
     def _called(
         self, given: Mapping[str, Leaf], element: Tree, key: Key, step: Leaf
     ) -> tuple[IPUEstimatorSpec, CallVariables, Update | None]:
-        own = CallVariables(given, key, step)
+        own = CallVariables(given, key, step, self._seed)
         with own.active(), _keras_scope(own):
             spec = self._call(*element)
             return spec, own, spec.update() if spec.mode == ModeKeys.TRAIN else None
@@ -79,12 +86,16 @@ class ModelInMode:
     def loss_fn(self, variables: Variables, batch: Batch, key: Key, *state: Tree) -> Outcome:
         """Return the loss to differentiate, and the loss to report if it is another one."""
         spec, own, update = self._in_step(variables, batch, key, state)
-        loss = spec.loss if update is None else update.loss
-        metrics = {} if loss is spec.loss else {REPORTED: 1.0 * _scalar(spec.loss, "loss")}
+        trained = spec.loss if update is None else update.loss
+        if isinstance(spec.loss, Outcome) and trained is not spec.loss:
+            raise ValueError("the loss of the spec has a weight, but another loss is minimized; minimize that Outcome")
+        outcome = Outcome.of(trained)
+        metrics = {} if trained is spec.loss else {REPORTED: 1.0 * _scalar(spec.loss, "loss")}
         if arrays := [one for one in spec.host_arguments if not isinstance(one, Gradient)]:
-            self._outfeed.enqueue([jax.lax.stop_gradient(jnp.asarray(one)) for one in arrays])
+            self._outfeed.enqueue(arrays)
         after = {name: own.assigned.get(name, own.values[name]) for name in self.state} if self.state else None
-        return Outcome(1.0 * _scalar(loss, "loss"), metrics, after)  # a float, if it is an integer
+        loss = 1.0 * _scalar(outcome.loss, "loss")  # a float, if it is an integer
+        return replace(outcome, loss=loss, metrics={**outcome.metrics, **metrics}, model_state=after)
 
     def arrays_fn(self, variables: Variables, batch: Batch, key: Key, *state: Tree) -> Tree:
         """Return the predictions for an element, or its metrics and arrays for `eval_metrics`, with an axis before."""
@@ -106,23 +117,36 @@ class ModelInMode:
                     merged[name] = merged[name].merge(one.widened()) if name in merged else one.widened()
         return {name: one.value for name, one in merged.items()}
 
-    def call_host(self, workers: int, replicas: int) -> None:
+    def restore_host(self, values: Mapping[str, Leaf] | None) -> None:
+        """Give the variables of `host_call` the values of worker 0 that a checkpoint has."""
+        self.host = [dict(values) for _ in self.host] if values else self.host
+
+    def host_values(self) -> dict[str, Leaf]:
+        """Return the variables of `host_call` of the first worker, for a checkpoint."""
+        return {name: np.asarray(value).tolist() for name, value in self.host[0].items()}
+
+    def call_host(self, step: int) -> None:
         """Call the function of `host_call` once for each worker of this instance.
 
         Raises:
             TypeError: If it returns nothing.
-            ValueError: If it does not apply the gradients that it gets.
+            ValueError: If it does not apply the gradients that it gets, or makes a variable of `model_fn`.
         """
         if self.spec.host_call is None:
             return
         function, given = self.spec.host_call
         handles = {one.name for one in given if isinstance(one, Gradient)}
         fed = self._outfeed.dequeue() if len(handles) < len(given) else []
-        lead = 1 if workers * replicas == 1 else 2
-        fed = [leaf.reshape(workers, *[replicas] * (replicas > 1), *leaf.shape[lead:]) for leaf in fed]
-        for worker in range(workers):
+        workers, each = len(self.host), self._replicas
+        fed = [leaf.reshape(workers, *[each] * (each > 1), *leaf.shape[workers * each > 1 :]) for leaf in fed]
+        for worker, kept in enumerate(self.host):
             own = (leaf[worker] for leaf in fed)
-            returned = function(*[one if isinstance(one, Gradient) else next(own) for one in given])
+            variables = CallVariables(kept, None, step, self._seed)
+            with variables.active():
+                returned = function(*[one if isinstance(one, Gradient) else next(own) for one in given])
+            if clash := variables.values.keys() & {*self.trained, *(self.state or ())}:
+                raise ValueError(f"host_call makes {clash}, which model_fn has too; name each variable once")
+            kept.update(variables.values)
             if returned is None:
                 raise TypeError("the function of host_call returns None; return an array, or an update")
             if handles and not (isinstance(returned, Update) and returned.names == handles):
@@ -138,23 +162,24 @@ def _keras_scope(own: CallVariables) -> AbstractContextManager[object]:
 
 
 def _means(found: Mapping[str, Metric]) -> dict[str, Mean]:
-    return {name: one if isinstance(one, Mean) else Mean(_scalar(one, name), 1.0) for name, one in found.items()}
+    return {name: one if isinstance(one, Mean) else _mean(name, Outcome.of(one)) for name, one in found.items()}
+
+
+def _mean(name: str, given: Outcome) -> Mean:
+    loss = _scalar(given.loss, name)
+    return Mean(loss, 1.0) if given.weight is None else Mean.of(loss[None], jnp.reshape(given.weight, 1))
 
 
 def _scalar(value: Leaf, name: str) -> Leaf:
-    array = (
-        value
-        if hasattr(value, "shape")
-        else np.asarray(value)
-        if isinstance(value, int | float)
-        else jnp.asarray(value)
-    )
+    array = value if hasattr(value, "shape") else np.asarray(value)
     if array.size != 1:
         raise ValueError(f"{name} of model_fn is of shape {list(array.shape)}; it must be a scalar, such as a mean")
     return array.reshape(())
 
 
-def dealt(inputs: Sequence[Iterator[Element]], replicas: int, count: int, pads: bool) -> Iterator[Masked]:
+def dealt(
+    inputs: Sequence[Iterator[Element]], replicas: int, count: int, pads: bool, is_over: Callable[[], bool]
+) -> Iterator[Masked]:
     """Yield the elements of an instance's replicas for each step, stacked, with their mask.
 
     Args:
@@ -163,12 +188,13 @@ def dealt(inputs: Sequence[Iterator[Element]], replicas: int, count: int, pads: 
         count: Number of micro-batches of a step.
         pads: Whether to repeat an element for replicas that have none left, from the second step on. If not, end, and
             warn of elements that are left.
+        is_over: Function that says whether to end before another step.
 
     Raises:
         ValueError: If batches differ in their shapes.
     """
     first, each = None, replicas * count
-    while True:
+    while not is_over():
         parts = [[_element(one) for one in islice(own, each)] for own in inputs]
         mask = np.array([number < len(part) for part in parts for number in range(each)])
         if not mask.any() or not (mask.all() or (pads and first)):
@@ -189,6 +215,6 @@ def _shapes(element: Tree) -> Tree:
 
 def _element(given: Element) -> tuple[Tree, ...]:
     parts = tuple(given) if isinstance(given, tuple | list) else (given,)
-    if len(parts) > 2:
+    if not 0 < len(parts) < 3:
         raise ValueError(f"a batch of input_fn has {len(parts)} parts; give features, or (features, labels)")
-    return tuple(trees.map(np.asarray, part) for part in parts if part is not None)
+    return tuple(trees.map(np.asarray, part) for part in (parts[:-1] if parts[-1] is None else parts))

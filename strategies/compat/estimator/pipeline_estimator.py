@@ -10,7 +10,7 @@ from typing import Any, final
 from typing_extensions import override
 
 from strategies.argument_checks import positive
-from strategies.compat.estimator.base import Estimator, EstimatorModel, checked, taken
+from strategies.compat.estimator.base import Estimator
 from strategies.compat.estimator.run_config import ModeKeys
 from strategies.compat.estimator.spec import CrossReplicaOptimizer, IPUEstimatorSpec
 from strategies.compat.functions.optimizer_function import OptimizerFunctionOutput
@@ -19,7 +19,7 @@ from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.pipelines.mapping import DeviceMapping, Stage, num_devices
 from strategies.pipelines.marks import pipeline_stage
 from strategies.pipelines.pipelining import Pipelining
-from strategies.typing import Metric, Tree
+from strategies.typing import Leaf, Metric, Tree
 
 _OF_PIPELINE = ("recomputation_mode", "offload_activations", "offload_gradient_accumulation_buffers")
 _OF_STEP = {
@@ -72,11 +72,8 @@ class IPUPipelineEstimatorSpec:
         self.mode, self.stages, self.mapping = mode, computational_stages, device_mapping
         self.count = gradient_accumulation_count
         self.eval_metrics_fn, self.optimizer_function = eval_metrics_fn or dict, optimizer_function or dict
-        self.hooks: dict[str, Any] = {
-            "training_hooks": training_hooks,
-            "evaluation_hooks": evaluation_hooks,
-        }
-        self.hooks["prediction_hooks"] = prediction_hooks
+        hooks: dict[str, Any] = {"training_hooks": training_hooks, "evaluation_hooks": evaluation_hooks}
+        self.spec = partial(IPUEstimatorSpec, mode, **hooks, prediction_hooks=prediction_hooks)
         self.method = GradientAccumulationReductionMethod.parse(reduction_method)
         self.options = pipeline_op_kwargs
 
@@ -103,43 +100,47 @@ class IPUPipelineEstimator(Estimator):
 
     _takes = frozenset[str]()
 
-    @functools.cache  # noqa: B019  an estimator has few modes
+    @functools.lru_cache(maxsize=3)  # noqa: B019  the modes of one estimator; earlier ones are freed
     def _pipeline(self, mode: str) -> IPUPipelineEstimatorSpec:
-        given = self.model_fn(**taken(self._named(mode), self._arguments))
-        spec: IPUPipelineEstimatorSpec = checked(given, IPUPipelineEstimatorSpec, mode)
+        spec = self._spec(IPUPipelineEstimatorSpec, mode)
         shards, used = self.config.devices.num_shards, num_devices(spec.mapping, len(spec.stages))
         if not shards / 2 < used <= shards:
             raise ValueError(f"the pipeline uses {used} devices, but num_shards is {shards}; round {used} up to 2**n")
         return spec
 
     @override
-    def _model(self, mode: str) -> EstimatorModel:
-        own, count, options = self._pipeline(mode), 1, {}
-        if mode == ModeKeys.TRAIN:
-            count, each = positive("gradient_accumulation_count", own.count), self.config.devices.iterations_per_loop
-            if each % count:
-                told = f"iterations_per_loop is {each}"
-                raise ValueError(f"{told}; it must be a multiple of the gradient_accumulation_count, {count}")
-            mapping = own.mapping if own.mapping is not None else list(range(len(own.stages)))
-            of_pipeline = {name: own.options[name] for name in _OF_PIPELINE if name in own.options}
-            pipeline = Pipelining(mapping, own.options.get("pipeline_schedule"), allow_idle_devices=True, **of_pipeline)
-            options = {ours: own.options[name] for name, ours in _OF_STEP.items() if name in own.options}
-            options |= {"pipeline": pipeline, "gradient_accumulation_count": count, "reduction_method": own.method}
+    def _options(self, mode: str) -> dict[str, Leaf]:
+        own = self._pipeline(mode)
+        if mode != ModeKeys.TRAIN:
+            return {}
+        count, each = positive("gradient_accumulation_count", own.count), self.config.devices.iterations_per_loop
+        if each % count:
+            told = f"iterations_per_loop is {each}"
+            raise ValueError(f"{told}; it must be a multiple of the gradient_accumulation_count, {count}")
+        mapping = own.mapping if own.mapping is not None else list(range(len(own.stages)))
+        of_pipeline = {name: own.options[name] for name in _OF_PIPELINE if name in own.options}
+        pipeline = Pipelining(mapping, own.options.get("pipeline_schedule"), allow_idle_devices=True, **of_pipeline)
+        options = {ours: own.options[name] for name, ours in _OF_STEP.items() if name in own.options}
+        return options | {"pipeline": pipeline, "gradient_accumulation_count": count, "reduction_method": own.method}
 
-        def call(*element: Tree) -> IPUEstimatorSpec:
+    @override
+    def _model(self, mode: str) -> Callable[..., IPUEstimatorSpec]:
+        own = self._pipeline(mode)
+
+        def called(*element: Tree) -> IPUEstimatorSpec:
             outputs = own.outputs(*element)
             if mode == ModeKeys.PREDICT:
                 if len(outputs) != 1:
                     raise ValueError(f"the last stage returns {len(outputs)} arrays; return one, or a dictionary")
-                return IPUEstimatorSpec(mode, outputs[0], **own.hooks)
+                return own.spec(predictions=outputs[0])
             if mode == ModeKeys.EVAL:
                 metrics = dict(own.eval_metrics_fn(*outputs))
-                return IPUEstimatorSpec(mode, loss=metrics.pop("loss", 0.0), eval_metric_ops=metrics, **own.hooks)
+                return own.spec(loss=metrics.pop("loss", 0.0), eval_metric_ops=metrics)
             with pipeline_stage(len(own.stages) - 1):
                 found: object = own.optimizer_function(*outputs)
                 if not isinstance(found, OptimizerFunctionOutput) or found.gradient_capture_context is not None:
                     raise TypeError(f"the optimizer_function returns {found!r}; return a plain OptimizerFunctionOutput")
                 update = CrossReplicaOptimizer(found.opt).minimize(found.loss, None, found.variables)
-                return IPUEstimatorSpec(mode, loss=found.loss, train_op=update, **own.hooks)
+                return own.spec(loss=found.loss, train_op=update)
 
-        return EstimatorModel(call, count, options)
+        return called

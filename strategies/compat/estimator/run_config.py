@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+import numpy as np
+
 from strategies.argument_checks import at_least, positive, wrong_type
 from strategies.compat.config.configured import IPUConfig, ipus_of_group
 from strategies.strategy import Strategy
@@ -49,17 +51,16 @@ class IPURunConfig:
 
     def _configured(self) -> int:
         config = self.ipu_options or IPUConfig()
-        given, groups = config.auto_select_ipus, config.select_ipus
-        counts = [given] if isinstance(given, int) else list(given)
-        counts += [ipus_of_group(one) for one in ([groups] if isinstance(groups, int) else groups)]
-        return counts[self.ordinal] if self.ordinal < len(counts) else int(not counts)
+        counts = [*np.ravel(config.auto_select_ipus), *map(ipus_of_group, np.ravel(config.select_ipus))]
+        return int(counts[self.ordinal]) if self.ordinal < len(counts) else int(not counts)
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """The configuration of an estimator, with arguments of `tf.estimator.RunConfig`; the last three have no effect.
 
-    Without `train_distribute` and `eval_distribute`, each worker trains or evaluates alone.
+    Without `train_distribute` and `eval_distribute`, each worker trains or evaluates alone. The first values of
+    `get_variable` and the keys of replicas depend on `tf_random_seed`; None is 0.
     """
 
     ipu_run_config: IPURunConfig | None = None
@@ -70,7 +71,7 @@ class RunConfig:
     save_checkpoints_steps: int | None = None
     save_checkpoints_secs: float | None = None
     keep_checkpoint_max: int | None = 5
-    log_step_count_steps: int = 100
+    log_step_count_steps: int | None = 100
     train_distribute: Strategy | None = None
     eval_distribute: Strategy | None = None
     session_config: object = None
@@ -107,7 +108,7 @@ class TrainSpec:
 
 @dataclass(frozen=True)
 class EvalSpec:
-    """The evaluations of `train_and_evaluate`, at checkpoints that are at least `throttle_secs` apart.
+    """The evaluations of `train_and_evaluate`: at the first checkpoint, and `throttle_secs` after the last evaluation.
 
     After each, the chief calls `export(estimator, export_path, checkpoint_path, eval_result, is_the_final_export)` of
     the exporter, or of each of a list of them. `start_delay_secs` has no effect.

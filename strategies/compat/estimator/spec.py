@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import optax
-
 from strategies.argument_checks import wrong_type
 from strategies.compat.estimator.run_config import ModeKeys
 from strategies.compat.estimator.variables import current_call
-from strategies.jax.updates.optimizers import AnyOptimizer, MapGradientOptimizer
-from strategies.outcome import Outcome
+from strategies.jax.updates.optimizers import AnyOptimizer
 from strategies.typing import Function, Leaf, Metric, Tree
 
 
@@ -38,15 +35,10 @@ class EstimatorOptimizer:
     """An optimizer of optax with the methods of TensorFlow's.
 
     A step averages the gradients of all workers, as if each had divided its loss by their number and they were added.
-
-    Raises:
-        TypeError: If `opt` is neither a gradient transformation of optax nor a `MapGradientOptimizer`.
     """
 
     def __init__(self, opt: AnyOptimizer | EstimatorOptimizer, averages_replicas: bool = False) -> None:
         self.opt: AnyOptimizer = opt.opt if isinstance(opt, EstimatorOptimizer) else opt
-        if not isinstance(self.opt, optax.GradientTransformation | MapGradientOptimizer):
-            raise wrong_type("opt", opt, "use a gradient transformation of optax")
         self.averages_replicas = averages_replicas
 
     def minimize(self, loss: Leaf, global_step: object = None, var_list: Sequence[Leaf] | None = None) -> Update:
@@ -57,7 +49,7 @@ class EstimatorOptimizer:
         """Return a handle of the gradient for each variable, and the variable.
 
         Args:
-            loss: Floating-point scalar.
+            loss: Floating-point scalar, or an `Outcome`.
             var_list: Results of `get_variable`, or Keras variables; None for all that `model_fn` has read.
 
         Raises:
@@ -104,12 +96,13 @@ class IPUEstimatorSpec:
     Attributes:
         mode: A member of `ModeKeys`.
         predictions: Array, or dictionary of arrays, with a row for each row of the features.
-        loss: Scalar, the mean over the rows of the batch.
+        loss: Scalar, the mean over the rows of the batch; an `Outcome` with a `weight` for weighted means.
         train_op: Result of an `EstimatorOptimizer`, or an optimizer of optax; an array leaves that to `host_call`.
         eval_metric_ops: Metrics by name: scalars, averaged over batches, or `strategies.Mean`.
         eval_metrics: `(function, arrays)`; the function returns metrics by name, given NumPy arrays of a batch.
         host_call: `(function, arrays)`; after each step the function is called for each worker, with NumPy arrays and
-            gradients of `compute_gradients`, for which it must return the result of `apply_gradients`.
+            gradients of `compute_gradients`, for which it must return the result of `apply_gradients`. There,
+            `get_variable` returns a NumPy array of the worker, which the function may change in place.
         training_hooks: Objects as for `IPUEstimator.train`; also `evaluation_hooks` and `prediction_hooks`.
 
     Raises:
@@ -137,13 +130,10 @@ class IPUEstimatorSpec:
         if self.mode == ModeKeys.EVAL and (self.eval_metric_ops is None) == (self.eval_metrics is None):
             raise ValueError("give exactly one of eval_metric_ops and eval_metrics in mode 'eval'")
         for name, kinds in (("host_call", list | tuple), ("eval_metrics", list | tuple | Mapping)):
-            function, arrays = (
-                call if isinstance(call := getattr(self, name), tuple) and len(call) == 2 else (None, None)
-            )
-            if call is not None and not (callable(function) and isinstance(arrays, kinds)):
+            call = getattr(self, name)
+            is_call = isinstance(call, tuple) and len(call) == 2 and callable(call[0]) and isinstance(call[1], kinds)
+            if call is not None and not is_call:
                 raise wrong_type(name, call, "use a tuple of a function and a list of arrays")
-        if isinstance(self.loss, Outcome):
-            raise wrong_type("loss", self.loss, "use a scalar; an estimator knows no weights of replicas")
 
     @property
     def host_arguments(self) -> Sequence[Leaf]:

@@ -28,21 +28,25 @@ def train_and_evaluate(
     for value, kind in ((estimator, Estimator), (train_spec, TrainSpec), (eval_spec, EvalSpec)):
         if not isinstance(value, kind):
             raise wrong_type(f"the {kind.__name__}", value, f"use an object of {kind.__name__}")
-    strategy, last = estimator.strategy_of(ModeKeys.TRAIN), time.monotonic()
+    strategy, end = estimator.strategy_of(ModeKeys.TRAIN), train_spec.max_steps
+    due_at, is_over = 0.0, False
+    result: tuple[dict[str, Metric], list[object]] = {}, []
 
-    def after_save(session: None, global_step: int) -> None:
-        nonlocal last
-        if strategy.broadcast(np.int32(time.monotonic() - last >= eval_spec.throttle_secs)):  # worker 0 decides
-            evaluated(is_final=False)
-            last = time.monotonic()
-
-    def evaluated(is_final: bool) -> tuple[dict[str, Metric], list[object]]:
+    def evaluate(is_final: bool) -> None:
+        nonlocal due_at, is_over, result
+        due_at, is_over = time.monotonic() + eval_spec.throttle_secs, is_final
         found = estimator.evaluate(eval_spec.input_fn, eval_spec.steps, eval_spec.hooks, None, eval_spec.name)
         exporters = [eval_spec.exporters] if hasattr(eval_spec.exporters, "export") else eval_spec.exporters or ()
         exporters, folder = exporters if strategy.is_chief else (), Path(estimator.model_dir or ".", "export")
         saved = estimator.latest_checkpoint()
-        return found, [one.export(estimator, str(folder / one.name), saved, found, is_final) for one in exporters]
+        result = found, [one.export(estimator, str(folder / one.name), saved, found, is_final) for one in exporters]
+
+    def after_save(session: None, global_step: int) -> None:
+        if strategy.broadcast(np.int32(time.monotonic() >= due_at)):  # worker 0 decides
+            evaluate(end is not None and global_step >= end)
 
     listeners = [SimpleNamespace(after_save=after_save), *(train_spec.saving_listeners or ())]
-    estimator.train(train_spec.input_fn, train_spec.hooks, None, train_spec.max_steps, listeners)
-    return evaluated(is_final=True)
+    estimator.train(train_spec.input_fn, train_spec.hooks, None, end, listeners)
+    if not is_over:
+        evaluate(is_final=True)
+    return result

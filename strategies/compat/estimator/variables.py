@@ -19,12 +19,13 @@ _current: ContextVar[CallVariables | None] = ContextVar("variables of a model_fn
 
 
 class CallVariables:
-    """The variables of one call of a `model_fn`.
+    """The variables of one call of a `model_fn`, or of the function of a `host_call`.
 
     Args:
         given: Values by name; if there is none, variables begin with their initial values.
-        key: Random key of the replica and the micro-batch.
+        key: Random key of the replica and the micro-batch; None on the host.
         global_step: Number of iterations before the loop, an int32 scalar.
+        seed: Seed of initial values.
 
     Attributes:
         values: Values at the beginning of the call by name.
@@ -32,19 +33,24 @@ class CallVariables:
         assigned: Values that layers of Keras assigned to other variables by name.
     """
 
-    def __init__(self, given: Mapping[str, Leaf], key: Key, global_step: Leaf) -> None:
+    def __init__(self, given: Mapping[str, Leaf], key: Key, global_step: Leaf, seed: int) -> None:
         self.values: dict[str, Leaf] = {}
         self.trained: dict[str, Leaf] = {}
         self.assigned: dict[str, Leaf] = {}
-        self.global_step = global_step
+        self.global_step, self.seed = global_step, seed
         self._given, self._key = given, key
 
     def read(self, name: str, initial: Callable[[], Leaf], is_trained: bool, handle: Leaf = None) -> Leaf:
         """Return the value of a variable that the call reads for the first time."""
-        if self._given and name not in self._given:
+        value = self._given.get(name)
+        if self._key is None:  # on the host; a checkpoint gives lists
+            first = np.array(initial())
+            value = np.asarray(first if value is None else value, first.dtype)
+            self.values[name] = value
+            return value
+        if self._given and value is None:
             known = ", ".join(self._given)
             raise ValueError(f"model_fn reads variable {name!r}, but the model has {known}; read the same in each call")
-        value = self._given.get(name)
         if not isinstance(value, jax.Array):  # an array of the host, or no value yet
             with jax.ensure_compile_time_eval():
                 value = jnp.asarray(initial() if value is None else value)
@@ -92,6 +98,9 @@ def get_variable(
 ) -> Leaf:
     """Return the value of a variable of the model; its first value is that of worker 0.
 
+    In the function of a `host_call`, return a NumPy array of this worker, which the function may change in place, as
+    with `calls += 1`. Checkpoints keep worker 0's.
+
     Args:
         name: Name, which a call may use once.
         shape: Shape; None for that of the initial value.
@@ -101,7 +110,7 @@ def get_variable(
         trainable: Whether an optimizer may change it.
 
     Raises:
-        RuntimeError: Outside of a `model_fn`.
+        RuntimeError: Outside of a `model_fn` or `host_call`.
         ValueError: If the name is in use.
     """
     call = current_call("get_variable")
@@ -109,10 +118,11 @@ def get_variable(
         raise ValueError(f"Variable {name} already exists; give each variable a name of its own")
     shape = np.shape(0 if initializer is None or callable(initializer) else initializer) if shape is None else shape
     default = jax.nn.initializers.glorot_uniform() if len(shape) > 1 else jax.nn.initializers.zeros
-    given, seed = default if initializer is None else initializer, zlib.crc32(name.encode())
+    given = default if initializer is None else initializer
 
     def initial() -> Leaf:
-        return given(jax.random.key(seed), shape, dtype) if callable(given) else jnp.full(shape, given, dtype)
+        key = jax.random.fold_in(jax.random.key(call.seed), zlib.crc32(name.encode()))
+        return given(key, shape, dtype) if callable(given) else jnp.full(shape, given, dtype)
 
     return call.read(name, initial, trainable)
 

@@ -43,14 +43,13 @@ def fingerprint(variables: Variables) -> str:
     """
     digest = hashlib.sha256()
     for leaf in trees.leaves(variables):
-        digest.update(_host_array(leaf).tobytes())
+        digest.update(_bytes_of(leaf))
     return digest.hexdigest()
 
 
-def _host_array(leaf: Tree) -> np.ndarray:
+def _bytes_of(leaf: Tree) -> bytes:
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(leaf, torch.Tensor):
-        from strategies.torch.tensors import host_array  # NumPy converts no bfloat16, and nothing on a device
-
-        return host_array(leaf)
-    return np.asarray(leaf)
+    if torch is not None and isinstance(leaf, torch.Tensor):  # NumPy converts no bfloat16, and nothing on a device
+        on_host = leaf.detach().cpu().resolve_conj().resolve_neg()
+        return bytes(on_host.reshape(-1).view(torch.uint8).numpy())
+    return np.asarray(leaf).tobytes()

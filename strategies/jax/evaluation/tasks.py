@@ -102,7 +102,7 @@ class LossOfRows(EvaluationTask):
         weights = weights[mask].astype(np.float64)
         count = _sum(weights)
         return {
-            name: Mean(_sum(np.where(weights > 0, values[mask] * weights, 0)), count)
+            name: Mean(_sum(np.where(weights > 0, values[mask], 0) * weights), count)
             for name, values in values_of.items()
         }
 

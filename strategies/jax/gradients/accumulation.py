@@ -11,6 +11,7 @@ import numpy as np
 
 from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.jax.programs.feed_program import current_program
+from strategies.jax.programs.xla_pitfalls import with_rounded_products
 from strategies.typing import AccumulationDtype, Batch, MapGradient, Tree, Variables
 
 UNROLLED = 8
@@ -142,6 +143,8 @@ def accumulated(
 ) -> jax.Array:
     """Add the gradient of one more micro-batch to an accumulator; traceable.
 
+    Products are rounded, see `with_rounded_products`: otherwise the program of another exchange could have other bits.
+
     Args:
         method: Reduction method, see `GradientAccumulationReductionMethod`.
         accumulator: Accumulator, zeros for the first micro-batch.
@@ -157,9 +160,11 @@ def accumulated(
     if method is GradientAccumulationReductionMethod.MEAN:
         # Behind a barrier, because XLA takes constant powers of two out of a sum, which then overflows.
         part: jax.Array = jax.lax.optimization_barrier(jnp.asarray(1 / count, wide))
-        return _narrowed(before + gradient * part, accumulator.dtype)
-    done = (number / (number + 1)).astype(wide)
-    return _narrowed(before * done + gradient / (number + 1).astype(wide), accumulator.dtype)
+        mean = with_rounded_products(lambda gradient, before: before + gradient * part)(gradient, before)
+        return _narrowed(mean, accumulator.dtype)
+    done, new = (number / (number + 1)).astype(wide), (number + 1).astype(wide)
+    mean = with_rounded_products(lambda gradient, before: before * done + gradient / new)(gradient, before)
+    return _narrowed(mean, accumulator.dtype)
 
 
 def _narrowed(mean: jax.Array, dtype: np.dtype) -> jax.Array:

@@ -19,7 +19,16 @@ from strategies.jax.gradients.accumulation import accumulate, accumulator_dtypes
 from strategies.jax.gradients.arguments import Trainable, check_weight, metric_names, naming_missing_keys
 from strategies.jax.gradients.leaving import XLA
 from strategies.jax.gradients.model_state import KEPT, PER_REPLICA, ModelStateRule
-from strategies.jax.gradients.tail import LOSS_SCALE, NOTICE, STEP, TailLayout, times_weight, travelling
+from strategies.jax.gradients.tail import (
+    LOSS_SCALE,
+    NOTICE,
+    STEP,
+    TailLayout,
+    times_weight,
+    travelling,
+    weighted_terms,
+    widened,
+)
 from strategies.jax.replicas.replica_context import replica_context
 from strategies.jax.replicas.replicas import Replicas
 from strategies.outcome import Outcome
@@ -124,6 +133,7 @@ class ReplicaProgram:
             their payload, then the averaged and added leaves of the model state.
         num_gradients: Number of results that are gradients or their payload.
         quantised: Layout of the gradients in the payload; None if they are not quantised.
+        weighs_losses: Whether losses, and not their gradients, are multiplied by weights; known after tracing.
         has_feeds: Whether the loss function has feeds; known after tracing.
         is_independent: Whether the traced program may run on other instances and replicas, because the loss function
             has no collectives and no feeds; known after tracing.
@@ -168,6 +178,7 @@ class ReplicaProgram:
         self.results += rule.travelling(shapes.model_state)
         self.is_independent = True
         self.has_feeds = False
+        self.weighs_losses = False
         self._has_collectives = False  # in the loss function; known after `_metric_names`
         flags = len(self.gradient_dtypes) * replicas.num_replicas_in_sync if check_numerics else 0
         self.names, is_weighted = self._metric_names(shapes)
@@ -175,7 +186,7 @@ class ReplicaProgram:
         if is_weighted:
             self._refuse_float16(transfer)
             if self._has_collectives:
-                self._refuse_with_collectives()
+                self.refuse_to_multiply_losses("the loss function gives weights and has collectives of replicas")
 
     @property
     def means(self) -> list[jax.ShapeDtypeStruct]:
@@ -297,7 +308,7 @@ class ReplicaProgram:
         with self._in_context(index):
             loss, values, outcome = self._computed(variables, part, key, control, model_state)
         if self.places.is_weighted:
-            loss = times_weight(loss, values[self.places.weight])
+            loss, values = self._weighed(loss, values)
         return loss, values, outcome
 
     def micro_batch_of(self, batch: Batch) -> Tree:
@@ -356,7 +367,7 @@ class ReplicaProgram:
                 every = self.trainable.put(variables, trained)
                 value, values, outcome = self._computed(every, part, key, control, model_state)
                 if self._weighs_before:
-                    value = times_weight(value, values[self.places.weight])
+                    value, values = self._weighed(value, values)
                 return value, (values, jax.tree.map(jnp.asarray, outcome.model_state))
 
             (_, (values, after)), tree = jax.value_and_grad(loss, has_aux=True)(trained)
@@ -389,7 +400,7 @@ class ReplicaProgram:
         if function is None or not self.precision.scales_loss:
             return mapped(function, gradients, variables, self.needs_flags)
         scale = jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
-        plain = [gradient.astype(jnp.float32) / scale for gradient in gradients]
+        plain = [widened(gradient) / scale for gradient in gradients]
         new = mapped(function, plain, variables, self.needs_flags)
         return [(one * scale).astype(gradient.dtype) for one, gradient in zip(new, gradients, strict=True)]
 
@@ -401,13 +412,23 @@ class ReplicaProgram:
         """
         return self.places.is_weighted and self._has_collectives
 
+    def _weighed(self, loss: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Multiply a loss, which is then differentiated, by its weight, the last of the values.
+
+        The gradients of a loss that is not finite are NaN even if it is multiplied by 0; then the weight becomes NaN.
+        """
+        self.weighs_losses = True
+        weight = values[self.places.weight]
+        travelling = jnp.where((weight == 0) & ~jnp.isfinite(loss), jnp.nan, weight)
+        return times_weight(loss, weight), jnp.append(values[: self.places.weight], travelling)
+
     def _times_weight(self, gradients: Sequence[jax.Array], values: jax.Array) -> Sequence[jax.Array]:
         """Multiply the gradients of a micro-batch by its weight, the last of the values."""
         if not self.places.is_weighted or self._weighs_before:
             return gradients
         # Behind barriers, one for each gradient: XLA computes it as without a weight, and it can leave early.
         apart = [jax.lax.optimization_barrier(gradient) for gradient in gradients]
-        return [times_weight(each, values[self.places.weight]) for each in apart]
+        return [weighted_terms(each, values[self.places.weight]) for each in apart]
 
     def _called(self, variables: Variables, batch: Batch, key: jax.Array, model_state: Tree) -> Tree:
         """Call the loss function. The model state keeps its dtypes: moving means need them."""
@@ -422,7 +443,7 @@ class ReplicaProgram:
         values = jnp.asarray([loss, *(outcome.metrics[name] for name in self.names[1:])], jnp.float32)
         if outcome.weight is not None:
             weight = travelling(outcome.weight)
-            values = jnp.append(times_weight(values, weight), weight)
+            values = jnp.append(weighted_terms(values, weight), weight)
         if self.precision.scales_loss:
             loss = loss.astype(jnp.float32) * jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
         return loss, values, outcome
@@ -464,17 +485,23 @@ class ReplicaProgram:
                 "multiplied by large weights; use gradient_transfer_dtype='bfloat16', or no weights"
             )
 
-    def _refuse_with_collectives(self) -> None:
-        """Raise if the loss, which collectives mix with those of other replicas, cannot be multiplied by its weight."""
+    def refuse_to_multiply_losses(self, because: str) -> None:
+        """Raise if a loss cannot be multiplied by its weight before its gradients are computed.
+
+        Args:
+            because: Reason for messages.
+
+        Raises:
+            ValueError: If `map_gradient` would get weighted gradients, or the loss is computed in float16.
+        """
         if self.accumulation.map_gradient is not None:
             raise ValueError(
-                "the loss function gives weights and has collectives of replicas, so map_gradient would get gradients "
-                "that weights have multiplied; use only one of them"
+                f"{because}, so map_gradient would get gradients that weights have multiplied; use only one of them"
             )
         if self.precision.compute == jnp.float16:
             raise ValueError(
-                "the loss function gives weights and has collectives of replicas, so the loss is multiplied by large "
-                "weights, which overflow in float16; use compute_dtype='bfloat16', or no weights"
+                f"{because}, so the loss is multiplied by large weights, which overflow in float16; use "
+                "compute_dtype='bfloat16', or no weights"
             )
 
     def _loss_of_one(self, variables: Variables, batch: Batch, index: jax.Array, model_state: Tree) -> Tree:

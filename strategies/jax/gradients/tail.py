@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from strategies.core.weights import weighted_means
+from strategies.jax.programs.xla_pitfalls import with_rounded_products
 from strategies.typing import Leaf
 
 STEP, NOTICE, LOSS_SCALE, LOSS, WEIGHT = range(5)
@@ -116,5 +117,18 @@ def times_weight(values: jax.Array, weight: jax.Array) -> jax.Array:
         values: Values of any floating-point dtype; the result is float32 if it is narrower.
         weight: Weight of `travelling`.
     """
-    wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))
-    return jnp.where(weight > 0, wide * weight, 0)
+    return jnp.where(weight > 0, widened(values) * weight, 0)
+
+
+def weighted_terms(values: jax.Array, weight: jax.Array) -> jax.Array:
+    """Return values times a weight, to be added: rounded as `with_rounded_products` does; traceable.
+
+    The arguments are those of `times_weight`. Its result is differentiated, and this one is not.
+    """
+    terms: jax.Array = with_rounded_products(times_weight)(jax.lax.stop_gradient(values), weight)
+    return terms
+
+
+def widened(values: jax.Array) -> jax.Array:
+    """Return floating-point values as float32 if they are narrower; traceable."""
+    return values.astype(jnp.promote_types(values.dtype, jnp.float32))

@@ -228,14 +228,16 @@ def with_rounded_products(function: Function) -> Function:
     """Return the same function, in which no product is contracted with a sum; traceable.
 
     Args:
-        function: Function of pytrees of arrays, one of which is not empty. Loops, branches and calls in it are
-            rounded too. It is not differentiated.
+        function: Function of pytrees of arrays. Loops, branches and calls in it are rounded too. It is not
+            differentiated.
     """
 
     def rounded(*arguments: Tree, **named: Tree) -> Tree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments, **named)
         leaves = jax.tree.leaves((arguments, named))
-        found = next(leaf for leaf in leaves if leaf.size)
+        found = next((leaf for leaf in leaves if leaf.size), None)
+        if found is None:
+            return function(*arguments, **named)
         zero = jnp.where(is_true([found]), jnp.uint32(0), jnp.uint32(1))  # always 0, which the compiler does not know
         results = _evaluate(closed, leaves, zero)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)

@@ -18,7 +18,7 @@ from strategies.exchange.on_device import DevicePath
 from strategies.exchange.shards import Shards
 from strategies.holding import Holding
 from strategies.jax.gradients.accumulation import accumulator_dtypes
-from strategies.jax.gradients.tail import LOSS_SCALE, STEP, loss_of, weight_of
+from strategies.jax.gradients.tail import LOSS_SCALE, STEP, loss_of, weight_of, widened
 from strategies.jax.programs.compilation import compiled_in_turn
 from strategies.jax.programs.program import jit, shapes_of
 from strategies.jax.replicas.replicas import Replicas
@@ -247,10 +247,10 @@ class VariableUpdate(ABC):
         leaves, structure = jax.tree.flatten(means)
         if self._settings.unscales:
             scale = jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
-            leaves = [leaf.astype(jnp.float32) / scale for leaf in leaves]
+            leaves = [widened(leaf) / scale for leaf in leaves]
         weight = weight_of(control)
         if weight is not None:
-            leaves = [leaf.astype(jnp.float32) / weight for leaf in leaves]
+            leaves = [widened(leaf) / weight for leaf in leaves]
         dtypes = accumulator_dtypes(variables, self._settings.gradient_dtype)
         leaves = [jnp.asarray(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
         # Behind a barrier, so that the sums have the same bits whatever else is done with the gradients.

@@ -5,17 +5,47 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import final
+from typing import NoReturn, final
 
 import pytorch_lightning as pl
 import torch
 from torchmetrics import Metric
 
+from strategies.errors import StrategyError
 from strategies.typing import Tree
 
 _MISSING = object()
 _OTHERS = frozenset((*vars(torch.nn.Module()), *vars(pl.LightningModule()), "forward"))
 """Attributes of PyTorch and Lightning. Lightning assigns `forward` while it calls `training_step`."""
+
+
+@final
+class ReplicaNumbers:
+    """The numbers that an attribute has in the replicas of an instance, where no replica runs. Calculations raise.
+
+    Args:
+        name: The names of the module and the attribute.
+        of: The number of each replica, by its global index.
+    """
+
+    def __init__(self, name: str, of: Mapping[int, Tree]) -> None:
+        self._name, self._of = name, dict(of)
+
+    def items(self) -> Iterator[tuple[int, Tree]]:
+        """Return an iterator over the global indices of replicas and their numbers."""
+        return iter(self._of.items())
+
+    def _refuse(self, *others: object) -> NoReturn:
+        numbers = ", ".join(f"{float(one):g} in replica {replica}" for replica, one in self.items())
+        raise StrategyError(
+            f"{self._name} was assigned in a step and is {numbers}, so outside of steps it has no value; log it in the "
+            "step with self.log, use a metric of torchmetrics, or start one instance per replica"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _refuse
+    __neg__ = __abs__ = __float__ = __int__ = __index__ = __bool__ = __round__ = __format__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = item = detach = cpu = _refuse
+    __hash__ = object.__hash__
 
 
 @dataclass
@@ -39,14 +69,16 @@ class AttributeStates:
 
         self.count += 1  # in training_step: the number of this replica's steps
 
-    Between steps, attributes have the values of the last local replica. A value that a hook then assigns holds for all
-    replicas. Objects that a step changes in place, such as lists, belong to the instance.
+    Between steps, attributes have the values of the last local replica. Numbers of the module itself that differ
+    between local replicas are `ReplicaNumbers` then. A value that a hook assigns holds for all replicas. Objects that a
+    step changes in place, such as lists, belong to the instance.
 
     Args:
         module: The module. Layers of PyTorch and metrics of torchmetrics in it are left alone.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
+        self._name = type(module).__name__
         self._attributes = [
             vars(one)
             for one in module.modules()
@@ -84,3 +116,13 @@ class AttributeStates:
                     self._values.setdefault((number, name), _Assigned(first, now))
         for (number, name), values in self._values.items():
             values.of[replica] = values.left = self._attributes[number].get(name, _MISSING)
+            if number == 0 and _differ(values.of):
+                self._attributes[number][name] = values.left = ReplicaNumbers(f"{self._name}.{name}", values.of)
+
+
+def _differ(of: Mapping[int, Tree]) -> bool:
+    """Return whether the values of replicas are numbers, or tensors of one element, and differ."""
+    values = list(of.values())
+    if not all(isinstance(one, int | float) or (isinstance(one, torch.Tensor) and one.numel() == 1) for one in values):
+        return False
+    return any(bool(one != values[0]) for one in values[1:])

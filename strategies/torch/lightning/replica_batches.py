@@ -49,6 +49,12 @@ class ReplicaBatches:
         return ReplicaBatches({one: function(one, batch) for one, batch in self.items()}, self.is_whole)
 
 
+def is_dealt(batch: object) -> bool:
+    """Return whether a batch has batches of replicas in it; an example of a model's input has none."""
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return isinstance(batch, ReplicaBatches) or any(map(is_dealt, parts))
+
+
 def by_replica(batch: object) -> ReplicaBatches:
     """Return batches of several loaders, in a dictionary, list or tuple, as one batch of such a kind for each replica.
 

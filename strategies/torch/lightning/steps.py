@@ -234,9 +234,12 @@ class ReplicaSteps:
             batch: The batches.
             others: The arguments of the method after the batch.
             named: Its arguments by name.
+
+        Raises:
+            StrategyError: If the method writes a buffer, which would then be that of some replicas.
         """
         logs, outputs = StepLogs(self._module, self._strategy, is_training=False), []
-        step = getattr(self._module, method)
+        step, buffers = getattr(self._module, method), _saved_buffers(self._module)
         self.is_running = True
         try:
             for replica, rows in batch.items():
@@ -244,6 +247,8 @@ class ReplicaSteps:
                     outputs.append(step(rows, *others, **named))
         finally:
             self.is_running = False
+        if self._strategy.num_replicas_in_sync > 1:
+            _refuse_written(buffers, self._module, method)
         if self._module.trainer._results is not None:  # predict_step cannot log
             logs.share(batch.is_whole)
         return outputs
@@ -258,6 +263,27 @@ def _loss_of(output: Tree) -> torch.Tensor:
             "loss has a weight if training_step calls strategies.torch.loss_weight"
         )
     return loss
+
+
+def _saved_buffers(module: torch.nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
+    """Return the buffers that a checkpoint has, and how often each was written."""
+    return {
+        f"{prefix}.{name}".lstrip("."): (one, 0 if one.is_inference() else one._version)
+        for prefix, part in module.named_modules()
+        for name, one in part._buffers.items()
+        if one is not None and name not in part._non_persistent_buffers_set
+    }
+
+
+def _refuse_written(before: Mapping[str, tuple[torch.Tensor, int]], module: torch.nn.Module, method: str) -> None:
+    for name, (one, count) in _saved_buffers(module).items():
+        was, earlier = before.get(name, (None, 0))
+        if one is not was or count != earlier:
+            raise StrategyError(
+                f"{method} has written the buffer {name}, which would have the rows of some replicas only, also in "
+                "checkpoints; log values with self.log, use a metric of torchmetrics, or register the buffer with "
+                "persistent=False"
+            )
 
 
 def _with_extras(loss: torch.Tensor, outputs: Sequence[Tree]) -> Tree:

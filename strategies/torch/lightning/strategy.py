@@ -24,9 +24,10 @@ from strategies.job_strategies import PopDistStrategy
 from strategies.strategy import Strategy, get_strategy
 from strategies.torch.lightning.environment import PopDistEnvironment
 from strategies.torch.lightning.objects import broadcast_object, gather_objects
-from strategies.torch.lightning.replica_batches import ReplicaBatches, by_replica
+from strategies.torch.lightning.replica_batches import ReplicaBatches, by_replica, is_dealt
 from strategies.torch.lightning.replica_loader import ReplicaLoader, dealt
 from strategies.torch.lightning.steps import ReplicaSteps
+from strategies.torch.on_device.determinism import use_deterministic_operations
 from strategies.torch.replica_memory import chosen_here
 from strategies.torch.tensors import as_tensor, host_array
 from strategies.typing import Batch, Tree
@@ -150,6 +151,8 @@ class PopDistLightningStrategy(ParallelStrategy):
             connector = self._module.trainer._accelerator_connector
             self._injects = connector.use_distributed_sampler
             connector.use_distributed_sampler = False  # Lightning would deal rows to processes
+        if not self._is_on_cpu and self.strategy.defaults.deterministic:
+            use_deterministic_operations(os.environ)  # before Lightning starts CUDA
         threads = self._options.get("intra_op_threads", 1)
         if threads is not None:
             torch.set_num_threads(threads)  # also for evaluations without a training
@@ -427,8 +430,10 @@ class _BeforeTransfer:
         """Return the object itself: copies of a module, as callbacks make them, are not trained."""
         return self
 
-    def __call__(self, batch: Batch, dataloader_idx: int = 0) -> ReplicaBatches:
+    def __call__(self, batch: Batch, dataloader_idx: int = 0) -> Batch:
         own = getattr(type(self._module), _HOOK)
+        if not is_dealt(batch):  # the module's example_input_array, which summaries and loggers read
+            return own(self._module, batch, dataloader_idx)
 
         def one(rows: Batch) -> Batch:
             return own(self._module, self._precision.convert_input(rows), dataloader_idx)

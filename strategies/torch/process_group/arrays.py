@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 
 from collectives import Communicator, UnsupportedBufferError
 from collectives.tree import combined
-from strategies.torch.tensors import as_array
+from strategies.torch.tensors import dtype_of
 
 _ORDERED = {"SUM": "sum", "AVG": "mean", "MIN": "min", "MAX": "max"}
 _OF_BOOLS = {"SUM": "MAX", "PRODUCT": "MIN", "MIN": "MIN", "MAX": "MAX"}
@@ -37,15 +38,22 @@ def refuse_others(tensors: Sequence[torch.Tensor]) -> None:
             )
 
 
+def shaped(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as a contiguous tensor of the same shape, without a copy if possible."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements as a contiguous tensor of one dimension, without a copy if possible."""
-    return tensor.detach().contiguous().view(-1)
+    return shaped(tensor).view(-1)
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
-    """Return the memory of a contiguous tensor of any dtype, as flat uint8."""
-    array: np.ndarray = tensor.detach().view(-1).view(torch.uint8).numpy()
-    return array
+    """Return the memory of a contiguous tensor of any dtype, as flat uint8.
+
+    `tensor.numpy()` would forbid PyTorch to resize the tensor afterwards, as FSDP and hooks of DDP do.
+    """
+    return np.asarray(_Memory(tensor))
 
 
 def description(tensor: torch.Tensor) -> str:
@@ -106,8 +114,23 @@ def checked_op(op: str, dtype: torch.dtype) -> str:
 
 
 def numbers(tensor: torch.Tensor) -> np.ndarray:
-    """Return the memory of a flat contiguous tensor as numbers."""
-    return as_array(tensor)
+    """Return the memory of a contiguous tensor as numbers, in its shape."""
+    return bits(tensor).view(_dtype_of(tensor.dtype)).reshape(tensor.shape)
+
+
+@functools.cache
+def _dtype_of(dtype: torch.dtype) -> np.dtype:
+    return dtype_of(torch.empty(0, dtype=dtype))
+
+
+class _Memory:
+    """The memory of a contiguous tensor, as NumPy asks for it; an array of it keeps the tensor alive."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        place = (tensor.data_ptr(), False)
+        shape = (tensor.numel() * tensor.itemsize,)
+        self.tensor = tensor
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": shape, "data": place}
 
 
 def _combined(communicator: Communicator, values: torch.Tensor, op: str, name: str) -> torch.Tensor:

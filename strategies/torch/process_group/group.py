@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from collectives import Communicator, LayoutMismatchError
 from strategies.torch.process_group import arrays
-from strategies.torch.process_group.arrays import bits, copy_into, description, flat
+from strategies.torch.process_group.arrays import bits, copy_into, description, flat, shaped
 from strategies.torch.process_group.messages import Messages
 from strategies.torch.process_group.works import NO_LIMIT, GroupWork, WorkQueue
 
@@ -96,6 +96,16 @@ class PopDistProcessGroup(RankedGroup):
         """Return the description of the group."""
         return self._description
 
+    # torch.distributed.checkpoint asks on which devices the group works, and torch then asks for the backend there.
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> PopDistProcessGroup:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"the backend {NAME} works with the CPU, not with {device}; name another backend for it")
+        return self
+
     # ---- reductions
 
     def allreduce(self, tensors: Tensors, opts: AllreduceOptions | None = None) -> GroupWork:
@@ -148,8 +158,8 @@ class PopDistProcessGroup(RankedGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduce_each(self, tensors: Tensors, op: str) -> None:
-        for tensor in tensors:
-            copy_into(tensor, arrays.all_reduce(self._communicator, _shaped(tensor), op))
+        for tensor in tensors:  # in their shapes, so that calls with other shapes differ
+            copy_into(tensor, arrays.all_reduce(self._communicator, shaped(tensor), op))
 
     def _reduce_to(self, tensor: torch.Tensor, op: str, root: int) -> None:
         reduced = arrays.all_reduce(self._communicator, flat(tensor).clone(), op, f"reduce to rank {root}")
@@ -334,8 +344,8 @@ class PopDistProcessGroup(RankedGroup):
         arrays.refuse_others([tensor])
         if other == self.rank():
             raise ValueError(f"rank {other} cannot {verb} to or from itself; copy the tensor")
-        if not tensor.is_contiguous():
-            raise ValueError(f"the tensor of {verb} is not contiguous; give tensor.contiguous()")
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            raise ValueError(f"the tensor of {verb} is not contiguous, or a lazy negative; give tensor.clone()")
         title = f"{verb} {description(tensor)}" + ("" if other is None else f" ({_PREPOSITIONS[verb]} rank {other})")
         work = GroupWork(title, lambda: None, [tensor])
         messages = self._connected_messages()
@@ -418,11 +428,6 @@ class PopDistProcessGroup(RankedGroup):
 
 
 _PREPOSITIONS = {"send": "to", "recv": "from"}
-
-
-def _shaped(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous tensor in its shape, so that calls with other shapes differ; else a copy."""
-    return tensor.detach().contiguous()
 
 
 def _op_of(opts: Reducing | None, tensor: torch.Tensor) -> str:

@@ -2,33 +2,15 @@
 
 import keras
 import pytest
+from kept_rows import KeptRows
 from small_models import TARGETS, X, bits_of, regression
 
 import strategies
-from strategies.sinks.sink import Sink
-
-
-class Kept(Sink):
-    """A sink that keeps its rows."""
-
-    name = "kept:here"
-
-    def __init__(self):
-        self.rows = []
-
-    def open(self, goes_on):
-        pass
-
-    def write(self, rows):
-        self.rows += [(row.step, dict(row.values)) for row in rows]
-
-    def close(self):
-        pass
 
 
 @pytest.mark.parametrize("instances", [1, 2])
 def test_sinks_get_every_step_epoch_and_evaluation(in_scopes, instances):
-    kept = [Kept() for _ in range(instances)]
+    kept = [KeptRows() for _ in range(instances)]
 
     def program(strategy):
         model = regression(metrics=["mae"])
@@ -39,7 +21,7 @@ def test_sinks_get_every_step_epoch_and_evaluation(in_scopes, instances):
         return history, found, bits_of(model)
 
     (history, found, _), *others = in_scopes(instances, program)
-    rows, *empty = [each.rows for each in kept]
+    rows, *empty = [[(row.step, row.values) for row in each.rows] for each in kept]
     assert not any(empty)
     steps = [row for row in rows if "loss" in row[1]]
     each = len(steps) // 2
@@ -61,7 +43,7 @@ def test_sinks_change_no_bits(alone):
         return bits_of(model)
 
     def observed(strategy):
-        with strategies.metrics.open(Kept()):
+        with strategies.metrics.open(KeptRows()):
             return program(strategy)
 
     assert alone(program) == alone(observed)
@@ -72,20 +54,20 @@ def test_norms_have_the_names_of_keras_and_the_same_bits_for_every_number_of_ins
     """The learning rate of a schedule is among the metrics, and one that a callback sets."""
 
     def program(strategy):
-        kept, model = Kept(), regression()
+        kept, model = KeptRows(), regression()
         model.optimizer.learning_rate = 0.25
         halving = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2 if epoch else rate)
         with strategies.metrics.open(kept, norms_every=1, histograms_every=4):
             model.fit(X[:48], TARGETS[:48], batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=[halving])
-        return [row for row in kept.rows if "loss" in row[1]], [each.path for each in model.trainable_variables]
+        return [values for values in kept.values if "loss" in values], [each.path for each in model.trainable_variables]
 
     (rows, names), *others = in_scopes(instances, program)
     assert not any(of_other for of_other, _ in others)
     expected, _ = alone(program)
     assert rows == expected
     each = len(rows) // 2
-    assert [row["learning_rate"] for _, row in rows] == [0.25] * each + [0.125] * each
-    norms = {name for name in rows[0][1] if name.startswith("gradient_norm/")}
+    assert [row["learning_rate"] for row in rows] == [0.25] * each + [0.125] * each
+    norms = {name for name in rows[0] if name.startswith("gradient_norm/")}
     assert norms == {f"gradient_norm/{name}" for name in names}
 
 
@@ -93,11 +75,11 @@ def test_sinks_get_the_rate_of_a_schedule_and_the_loss_without_the_factor_of_the
     schedule = keras.optimizers.schedules.ExponentialDecay(0.5, decay_steps=1, decay_rate=0.5)
 
     def program(strategy):
-        kept, model = Kept(), regression()
+        kept, model = KeptRows(), regression()
         model.compile(optimizer=keras.optimizers.SGD(schedule, loss_scale_factor=64.0), loss="mse")
         with strategies.metrics.open(kept):
             [mean] = model.fit(X[:48], TARGETS[:48], batch_size=4, verbose=0).history["loss"]
-        return mean, [(row["learning_rate"], row["loss"]) for _, row in kept.rows if "loss" in row]
+        return mean, [(row["learning_rate"], row["loss"]) for row in kept.values if "loss" in row]
 
     mean, rows = alone(program)
     found, losses = zip(*rows, strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 
 import numpy as np
@@ -14,7 +13,6 @@ import strategies
 from strategies.torch.lightning import PopDistLightningStrategy
 
 ROWS = 30
-logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 _constructing = threading.Lock()  # Trainers set flags of the process, and modules draw from its generator
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 
 import pytest
@@ -76,15 +77,9 @@ def by_trainer(module, count=1, replicas=REPLICAS, **options):
 
 
 @pytest.fixture(params=["host", "compiled"])
-def on_every_path(request, on_instances, monkeypatch):
-    """Provide a function that runs another one on instances with each path of gradients; the CPU acts as device."""
-
-    def run(*arguments):
-        with monkeypatch.context() as patch:
-            patch.setenv("POPDIST_EXCHANGE", request.param)
-            return on_instances(*arguments)
-
-    return run
+def on_every_path(request, on_path):
+    """Provide a function that runs another one on instances with each path of gradients."""
+    return functools.partial(on_path, request.param)
 
 
 @pytest.mark.complete

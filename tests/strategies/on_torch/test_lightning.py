@@ -3,13 +3,17 @@
 # ruff: noqa: E402 - nothing may be imported before the skip
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 pl = pytest.importorskip("pytorch_lightning", reason="PyTorch Lightning is not installed")
 
 import torch
+from lightning_fabric.utilities.rank_zero import rank_zero_only as of_fabric
 from lightning_modules import ROWS, Noisy, Regression, bits, fitted, loader, rows_of, trainer_of
-from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning_utilities.core.rank_zero import rank_zero_only
+from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint, ModelSummary
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset, WeightedRandomSampler
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection, MinMaxMetric, SpearmanCorrCoef
 
@@ -24,6 +28,17 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::RuntimeWarning"
 )
 REPLICAS = 4
+
+
+@pytest.fixture(autouse=True)
+def process_of_lightning():
+    """Restore what Lightning keeps for the whole process after each test: the rank, and the level of its logger."""
+    logger = logging.getLogger("pytorch_lightning")
+    ranks, level = (rank_zero_only.rank, of_fabric.rank), logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    rank_zero_only.rank, of_fabric.rank = ranks
+    logger.setLevel(level)
 
 
 def same(found):
@@ -78,19 +93,24 @@ def test_accumulated_batches_make_one_step(everywhere):
     assert same(everywhere(2, train))[1] == 3  # of five batches
 
 
+class Line(Regression):
+    """A module whose steps of several replicas are those of one process with all of their rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+        with torch.no_grad():
+            [one.fill_(0.1) for one in self.parameters()]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def test_accumulation_is_the_mean_over_the_batches():
     """Three batches of one replica have the gradient of one batch three times as large."""
-
-    class Plain(Regression):
-        def __init__(self):
-            super().__init__()
-            self.net = torch.nn.Linear(4, 1)
-            with torch.no_grad():
-                [one.fill_(0.1) for one in self.parameters()]
-
     strategy = strategies.IPUStrategy(1)
-    parts, _ = fitted(strategy, Plain(), loader(batch_size=2), max_steps=1, accumulate_grad_batches=15)
-    whole, _ = fitted(strategy, Plain(), loader(batch_size=30), max_steps=1)
+    parts, _ = fitted(strategy, Line(), loader(batch_size=2), max_steps=1, accumulate_grad_batches=15)
+    whole, _ = fitted(strategy, Line(), loader(batch_size=30), max_steps=1)
     for one, other in zip(parts.parameters(), whole.parameters(), strict=True):
         assert torch.allclose(one, other, rtol=1e-4)
 
@@ -120,19 +140,6 @@ def test_scaled_losses_give_the_same_bits(everywhere):
 
 
 # ---- attributes, weights of losses, manual optimization
-
-
-class Line(Regression):
-    """A module whose steps of several replicas are those of one process with all of their rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(4, 1)
-        with torch.no_grad():
-            [one.fill_(0.1) for one in self.parameters()]
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fitted_plainly(module, training):
@@ -168,6 +175,32 @@ def test_attributes_that_steps_assign_belong_to_their_replica(everywhere):
         return bits(module), module.count
 
     assert same(everywhere(REPLICAS, train))[1] == 13
+
+
+def test_numbers_that_differ_between_replicas_have_no_value_in_hooks(on_instances):
+    """The hook of an instance would see one replica's rows only. An instance with one replica is a process of DDP."""
+
+    class Accumulates(Line):
+        def on_validation_epoch_start(self):
+            self.total, self.batches = 0.0, 0
+
+        def validation_step(self, batch, batch_idx):
+            self.total += self.loss(batch)
+            self.batches += 1
+
+        def on_validation_epoch_end(self):
+            self.log("mean", self.total / self.batches, sync_dist=True)
+
+    def validate(strategy):
+        [found] = trainer_of(strategy).validate(Accumulates(), loader(rows_of(24)), verbose=False)
+        return found["mean"]
+
+    match = r"Accumulates.total was assigned in a step and is .* in replica 0, .* in replica 1, so outside of steps it"
+    with pytest.raises(StrategyError, match=match):
+        on_instances(1, 2, validate)
+    module = Line()
+    expected = module.loss(rows_of(24).tensors).item()
+    assert same(on_instances(2, 2, validate)) == pytest.approx(expected, rel=1e-5)
 
 
 class Masked(Line):
@@ -425,6 +458,28 @@ class Backward(Regression):
         loss.backward()
 
 
+class WritesInPlace(Regression):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def validation_step(self, batch, batch_idx):
+        self.seen += len(batch[0])
+
+
+class AssignsABuffer(WritesInPlace):
+    def validation_step(self, batch, batch_idx):
+        self.seen = self.seen + len(batch[0])
+
+
+@pytest.mark.parametrize("module", [WritesInPlace, AssignsABuffer])
+def test_evaluations_that_write_buffers_are_refused(module):
+    """Instances would go on with buffers of their own rows, and checkpoints would have those of instance 0."""
+    with pytest.raises(StrategyError, match="validation_step has written the buffer seen, which would have the rows"):
+        trainer_of(strategies.IPUStrategy(2)).validate(module(), loader(), verbose=False)
+    assert trainer_of(strategies.IPUStrategy(1)).validate(module(), loader(), verbose=False) == [{}]
+
+
 class LogsVectors(Regression):
     def training_step(self, batch, batch_idx):
         self.log("x", batch[0][0])
@@ -549,6 +604,18 @@ def test_hooks_of_batches_see_each_replica_s_batch():
 
     module, _ = fitted(strategies.IPUStrategy(2), Shifts(), loader(), max_steps=1)
     assert module.seen[:2] == (3, 3)
+
+
+def test_a_summary_runs_the_example_of_a_module_s_input():
+    class Example(Regression):
+        example_input_array = torch.zeros(2, 4)
+
+        def forward(self, x):
+            return self.net(x)
+
+    module, trainer = fitted(strategies.IPUStrategy(2), Example(), max_epochs=1, callbacks=[ModelSummary()])
+    other, _ = fitted(strategies.IPUStrategy(2), max_epochs=1)
+    assert bits(module) == bits(other)
 
 
 def test_outputs_of_training_steps_list_the_replicas():

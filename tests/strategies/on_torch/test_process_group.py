@@ -167,6 +167,36 @@ def test_tensors_with_gaps_and_without_elements_are_reduced_and_moved():
         assert scalar == 1.0
 
 
+def test_tensors_may_be_resized_afterwards():
+    """PyTorch refuses it for good if NumPy has seen the storage; FSDP and the hooks of PowerSGD resize."""
+
+    def program(group):
+        reduced, moved, sent = torch.ones(3), torch.ones(3), torch.full((3,), 2.0)
+        dist.all_reduce(reduced, group=group)
+        dist.broadcast(moved, group_src=0, group=group)
+        call = group.recv if group.rank() else group.send
+        assert call([sent], 1 - group.rank(), 0).wait(LIMIT)
+        return [tensor.resize_(5)[:3].tolist() for tensor in (reduced, moved, sent)]
+
+    assert on_ranks(2, program) == [[[2.0] * 3, [1.0] * 3, [2.0] * 3]] * 2
+
+
+def test_lazy_negatives_are_reduced_and_moved_by_their_values():
+    """The memory of such a tensor has the other sign."""
+
+    def program(group):
+        reduced, moved = (torch.tensor([complex(0, group.rank() + 1)]).conj().imag for _ in range(2))
+        assert reduced.is_neg()
+        assert reduced.is_contiguous()
+        dist.all_reduce(reduced, group=group)
+        dist.broadcast(moved, group_src=1, group=group)
+        with pytest.raises(ValueError, match="or a lazy negative; give tensor.clone"):
+            group.send([moved], 1 - group.rank())
+        return reduced.item(), moved.item()
+
+    assert on_ranks(2, program) == [(-3.0, -2.0)] * 2
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.float8_e4m3fn, torch.int16])
 def test_tensors_of_every_dtype_are_moved(size, dtype):

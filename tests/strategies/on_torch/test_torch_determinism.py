@@ -1,4 +1,4 @@
-"""Deterministic operations of PyTorch; parts that need a GPU run if there is one."""
+"""Deterministic operations of PyTorch."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_operations_are_deterministic_and_cublas_has_a_fixed_workspace(caplog):
     assert environ == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.backends.cudnn.benchmark
-    assert not caplog.records
+    assert bool(caplog.records) == torch.cuda.is_initialized()  # by an earlier test: too late then
 
 
 def test_settings_of_the_user_stay(caplog):
@@ -62,10 +62,8 @@ def test_the_way_out_is_appended_once_to_the_error_of_pytorch():
     assert not hasattr(caught.value, "__notes__")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that PyTorch can use")
 def test_an_operation_without_a_deterministic_form_is_refused_with_the_way_out():
     use_deterministic_operations({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
-    values = torch.arange(6.0, device="cuda")
     with pytest.raises(RuntimeError) as caught, way_out_of_refusals():
-        values.kthvalue(2)
+        torch.zeros(4).put_(torch.tensor([0, 1]), torch.ones(2))
     assert WAY_OUT in caught.value.__notes__

@@ -9,6 +9,7 @@ import math
 import weakref
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from token_losses import (
     alone,
     bits,
     check_close,
+    check_gradients,
     data,
     loss_fn,
     mean_over_tokens,
@@ -42,15 +44,9 @@ REPLICAS = 4
 
 
 @pytest.fixture(params=["host", also("compiled")])
-def on_every_path(request, on_instances, monkeypatch):
-    """Provide a function that runs another one on instances with each path of gradients; the CPU acts as device."""
-
-    def run(*arguments):
-        with monkeypatch.context() as patch:
-            patch.setenv("POPDIST_EXCHANGE", request.param)
-            return on_instances(*arguments)
-
-    return run
+def on_every_path(request, on_path):
+    """Provide a function that runs another one on instances with each path of gradients."""
+    return functools.partial(on_path, request.param)
 
 
 def in_turns(strategy, micro_batches=1, model=None, rows=None, **options):
@@ -180,8 +176,7 @@ def test_replicas_may_have_batches_of_unequal_sizes(on_every_path):
     expected = new_model()
     F.cross_entropy(expected(batch["x"]).flatten(0, 1), batch["x"].flatten()).backward()
     for found in on_every_path(4, 4, run):
-        for own, parameter in zip(found, expected.parameters(), strict=True):
-            torch.testing.assert_close(own, parameter.grad, rtol=0, atol=1e-6)
+        check_gradients(found, expected)
 
 
 def test_weights_of_one_change_no_bit(on_every_path):
@@ -244,8 +239,7 @@ def test_synchronised_batch_norm_has_the_gradients_of_all_tokens(on_instances):
     expected = Normalised()
     mean_over_tokens(expected, rows)[0].backward()
     for found in on_instances(3, 3, run):
-        for own, parameter in zip(found, expected.parameters(), strict=True):
-            torch.testing.assert_close(own, parameter.grad, rtol=0, atol=1e-6)
+        check_gradients(found, expected)
 
 
 def test_a_loss_may_go_through_several_models(on_every_path):
@@ -262,8 +256,7 @@ def test_a_loss_may_go_through_several_models(on_every_path):
     loss, _ = mean_over_tokens(expected, data())
     (loss + expected[0].weight.square().sum()).backward()
     for found in on_every_path(2, 2, run):
-        for own, parameter in zip(found, expected.parameters(), strict=True):
-            torch.testing.assert_close(own, parameter.grad, rtol=0, atol=1e-5)
+        check_gradients(found, expected, 1e-5)
 
 
 def test_models_go_on_together_after_a_step_without_weight(on_instances):
@@ -473,8 +466,7 @@ def test_gradients_that_are_zero_are_no_obstacle():
         model.weighted_backward(*mean_over_tokens(model, data()))
     expected = new_model()
     mean_over_tokens(expected, data())[0].backward()
-    for own, parameter in zip(module.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, parameter.grad)
+    check_gradients([one.grad for one in module.parameters()], expected)
 
 
 @pytest.mark.parametrize(
@@ -482,6 +474,7 @@ def test_gradients_that_are_zero_are_no_obstacle():
     [
         (None, ValueError, r"the loss has no weight; give it, as in model\.weighted_backward\(loss, tokens\)"),
         (torch.ones(2), TypeError, r"weight of the loss is torch.float32\[2\]; give a real scalar"),
+        (np.float16(257), TypeError, r"weight of the loss is .*257.*, a float16; give a real scalar of 32 or 64 bits"),
         (-1.0, WeightError, "weight of a loss is negative or not finite at step 0"),
         (math.nan, WeightError, "weight of a loss is negative or not finite at step 0"),
     ],
@@ -518,9 +511,9 @@ def test_float16_gradients_are_refused(on_instances, instances):
 # ---- without weight
 
 
-def without_weight(strategy, steps):
+def without_weight(strategy, steps, **options):
     """Return the results of a loop whose second batch has no tokens."""
-    module, model = distributed(strategy, nn.Sequential(new_model(), nn.BatchNorm1d(9)))
+    module, model = distributed(strategy, nn.Sequential(new_model(), nn.BatchNorm1d(9)), **options)
     optimizer, told = torch.optim.SGD(module.parameters(), LR, 0.9), []
     for step in range(3):
         batch = part_of(strategy, data())
@@ -534,6 +527,8 @@ def without_weight(strategy, steps):
             assert not any(one.grad.any() for one in module.parameters())
         else:
             optimizer.step()
+            is_skipped = all(one.grad is None for one in module.parameters())
+            assert is_skipped == (step == 1)
     return told, strategies.fingerprint([one.detach().numpy() for one in module.state_dict().values()])
 
 
@@ -542,7 +537,8 @@ def turns(model, batch):
         loss, tokens = mean_over_tokens(model, rows)
         return strategies.Outcome(loss, weight=tokens)
 
-    model.backward(of_rows, batch)
+    loss = model.backward(of_rows, batch)
+    assert math.isnan(loss) == bool((batch["y"] == IGNORED).all())
 
 
 def one_pass(model, batch):
@@ -555,6 +551,47 @@ def test_a_step_without_weight_is_an_error_on_all_instances_and_the_loop_goes_on
     assert all(each == found[0] for each in found)
     [told] = found[0][0]
     assert "all replicas and micro-batches have weight 0 at step 1" in told
+
+
+def test_a_step_without_weight_is_skipped_if_so_told(everywhere, on_every_path):
+    """Also momentum stays: an optimizer of PyTorch passes over parameters without a gradient."""
+
+    def run(strategy, steps):
+        return without_weight(strategy, steps, zero_weight="skip")
+
+    _, expected = without_weight(strategies.IPUStrategy(REPLICAS), turns)
+    found = everywhere(REPLICAS, lambda strategy: run(strategy, turns))
+    found += on_every_path(REPLICAS, REPLICAS, lambda strategy: run(strategy, one_pass))
+    assert found == [([], expected)] * len(found)
+
+
+def test_lbfgs_makes_no_move_without_weight(on_instances):
+    def run(strategy):
+        module, model = distributed(strategy, new_model(), zero_weight="skip")
+        optimizer = torch.optim.LBFGS(module.parameters())
+        batch = part_of(strategy, data())
+        batch["y"] = torch.full_like(batch["y"], IGNORED)
+
+        def closure():
+            loss, tokens = mean_over_tokens(model, batch)
+            model.weighted_backward(loss, tokens)
+            return loss
+
+        assert math.isnan(optimizer.step(closure))
+        return bits(module)
+
+    assert on_instances(2, 2, run) == [bits(new_model())] * 2
+
+
+def test_instances_agree_on_the_end_of_steps_without_weight(on_instances):
+    def run(strategy):
+        zero_weight = ("error", "skip")[strategy.instance_index]
+        with pytest.raises(strategies.DisagreementError, match="zero_weight"):
+            distributed(strategy, new_model(), zero_weight=zero_weight)
+
+    on_instances(2, 2, run)
+    with pytest.raises(ValueError, match="zero_weight is 'none'; use 'error' or 'skip'"):
+        distributed(strategies.IPUStrategy(1), new_model(), zero_weight="none")
 
 
 def test_an_instance_that_ends_early_has_no_weight_in_join(on_every_path):
@@ -570,9 +607,7 @@ def test_an_instance_that_ends_early_has_no_weight_in_join(on_every_path):
     expected = new_model()
     rows = {name: array[len(array) // 2 :] for name, array in data().items()}
     mean_over_tokens(expected, rows)[0].backward()
-    found = on_every_path(2, 2, run)[1]
-    for own, parameter in zip(found, expected.parameters(), strict=True):
-        torch.testing.assert_close(own, parameter.grad)
+    check_gradients(on_every_path(2, 2, run)[1], expected)
 
 
 def test_an_optimizer_that_looks_at_the_loss_gets_the_weighted_mean(on_instances):

@@ -5,32 +5,14 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
+from kept_rows import KeptRows
 
 import strategies
 from strategies import IPUStrategy, fingerprint
-from strategies.sinks.sink import Sink
 from strategies.torch import Trainer
 from strategies.torch.layers import device_norms
 
 ROWS = torch.arange(48, dtype=torch.float32).reshape(16, 3) / 16
-
-
-class Kept(Sink):
-    """A sink that keeps its rows."""
-
-    name = "kept:here"
-
-    def __init__(self):
-        self.rows = []
-
-    def open(self, goes_on):
-        pass
-
-    def write(self, rows):
-        self.rows += [(row.step, dict(row.values), row.samples) for row in rows]
-
-    def close(self):
-        pass
 
 
 def loss_fn(module, batch):
@@ -44,7 +26,7 @@ def trained(*sinks):
     strategy = IPUStrategy(2)
     trainer = Trainer(strategy, module, loss_fn, torch.optim.SGD(module.parameters(), 0.1))
     told = []
-    with strategies.metrics.open(*(sinks or [Kept()]), strategy=strategy):
+    with strategies.metrics.open(*(sinks or [KeptRows()]), strategy=strategy):
         for start in range(0, 16, 4):
             told.append((trainer.steps_made + 1, dict(trainer.step(ROWS[start : start + 4])), 4))
         found = dict(trainer.evaluate([ROWS[:4], ROWS[4:7]]))
@@ -53,16 +35,16 @@ def trained(*sinks):
 
 
 def test_sinks_get_the_metrics_of_every_step_and_evaluation_and_change_no_bits():
-    sink = Kept()
+    sink = KeptRows()
     bits, told, found = trained(sink)
     prefixed = {f"evaluation/{name}": value for name, value in found.items()}
     rates = [(step, {**metrics, "learning_rate": 0.1}, samples) for step, metrics, samples in told]
-    assert sink.rows == [*rates, (4, prefixed, 0)]
+    assert [(row.step, row.values, row.samples) for row in sink.rows] == [*rates, (4, prefixed, 0)]
     assert trained()[0] == bits
 
 
 def test_the_rate_that_a_scheduler_has_set_is_in_the_row_of_its_step():
-    module, sink, strategy = torch.nn.Linear(3, 1), Kept(), IPUStrategy(2)
+    module, sink, strategy = torch.nn.Linear(3, 1), KeptRows(), IPUStrategy(2)
     optimizer = torch.optim.SGD(module.parameters(), 0.8)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     with (
@@ -72,11 +54,11 @@ def test_the_rate_that_a_scheduler_has_set_is_in_the_row_of_its_step():
         for start in range(0, 12, 4):
             trainer.step(ROWS[start : start + 4])
             scheduler.step()
-    assert [values["learning_rate"] for _, values, _ in sink.rows] == [0.8, 0.4, 0.2]
+    assert [values["learning_rate"] for values in sink.values] == [0.8, 0.4, 0.2]
 
 
 def test_groups_have_a_rate_each_by_their_names_or_numbers():
-    module, sink, strategy = torch.nn.Linear(3, 1), Kept(), IPUStrategy(1)
+    module, sink, strategy = torch.nn.Linear(3, 1), KeptRows(), IPUStrategy(1)
     groups = [
         {"params": [module.weight], "lr": 0.5, "name": "head"},
         {"params": [module.bias], "lr": torch.tensor(0.25)},
@@ -86,7 +68,7 @@ def test_groups_have_a_rate_each_by_their_names_or_numbers():
         strategies.metrics.open(sink, strategy=strategy),
     ):
         trainer.step(ROWS[:4])
-    rates = {name: value for name, value in sink.rows[0][1].items() if name not in ("loss", "half")}
+    rates = {name: value for name, value in sink.values[0].items() if name not in ("loss", "half")}
     assert rates == {"learning_rate/head": 0.5, "learning_rate/1": 0.25}
 
 
@@ -101,24 +83,19 @@ def test_a_parameter_without_a_gradient_has_the_norm_zero():
 
     module, strategy = Partly(), IPUStrategy(2)
     module.used.bias.requires_grad_(False)
-    found = []
-
-    class Rows(Kept):
-        def write(self, rows):
-            found.extend(rows)
-
+    sink = KeptRows()
     with (
         closing(Trainer(strategy, module, loss_fn, torch.optim.SGD(module.parameters(), 0.1))) as trainer,
-        strategies.metrics.open(Rows(), strategy=strategy, norms_every=1, histograms_every=1),
+        strategies.metrics.open(sink, strategy=strategy, norms_every=1, histograms_every=1),
     ):
         trainer.step(ROWS[:4])
-    values = found[0].values
+    values = sink.values[0]
     assert values["gradient_norm/unused.weight"] == 0 < values["gradient_norm/used.weight"]
     assert values["gradient_norm"] == values["gradient_norm/used.weight"]
     assert {name for name in values if name.startswith("weight_norm/")} == {
         f"weight_norm/{name}" for name in ("used.weight", "unused.weight", "unused.bias")
     }
-    assert set(found[0].distributions) == {
+    assert set(sink.rows[0].distributions) == {
         *(f"weights/{name}" for name in ("used.weight", "unused.weight", "unused.bias")),
         "gradients/used.weight",
     }
@@ -131,7 +108,7 @@ def test_a_device_finds_the_norms_of_the_host():
 
 
 def test_a_loop_logs_its_own_metrics():
-    module, sink = torch.nn.Linear(3, 1), Kept()
+    module, sink = torch.nn.Linear(3, 1), KeptRows()
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     losses = []
     with strategies.metrics.open(sink):
@@ -142,4 +119,4 @@ def test_a_loop_logs_its_own_metrics():
             optimizer.step()
             strategies.metrics.log({"loss": loss}, step)
             losses.append(loss.item())
-    assert [values["loss"] for _, values, _ in sink.rows] == losses
+    assert [values["loss"] for values in sink.values] == losses

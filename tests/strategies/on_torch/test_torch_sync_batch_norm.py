@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 
 import numpy as np
 import pytest
@@ -300,10 +299,10 @@ def test_options_of_the_step_leave_bits_alone(options, on_instances):
         assert same_bits(found, one)
 
 
-def test_an_instance_with_one_core_drives_several_replicas(monkeypatch):
+def test_an_instance_with_one_core_drives_several_replicas(pretend_one_core):
     module, batch = synchronised(new()), rows(4)
     one = trained(strategies.IPUStrategy(4), module, batch)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    pretend_one_core()
     assert same_bits(trained(strategies.IPUStrategy(4), module, batch), one)
 
 
@@ -525,8 +524,10 @@ def test_a_diverging_instance_ends_the_others(what, error, text, on_instances):
 
 
 def test_join_is_refused_by_name(on_instances):
+    module = synchronised(new())
+
     def train(strategy):
-        model = strategies.torch.DistributedModel(synchronised(new()), strategy)
+        model = strategies.torch.DistributedModel(copy.deepcopy(module), strategy)
         with pytest.raises(StrategyError, match=r"SyncBatchNorm 'first\.1' needs rows of all replicas"), model.join():
             pass
 

@@ -75,3 +75,9 @@ def bits(model):
 def check_close(model, expected, limit=1e-6):
     for own, other in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(own, other, rtol=0, atol=limit)
+
+
+def check_gradients(found, expected, limit=1e-6):
+    """Compare gradients with those of a model."""
+    for own, parameter in zip(found, expected.parameters(), strict=True):
+        torch.testing.assert_close(own, parameter.grad, rtol=0, atol=limit)

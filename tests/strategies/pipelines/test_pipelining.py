@@ -235,8 +235,8 @@ def test_a_batch_is_freed_after_its_step():
     assert is_there() is None
 
 
-def test_at_most_as_many_devices_as_cores_recompute_concurrently(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
+def test_at_most_as_many_devices_as_cores_recompute_concurrently(pretend_one_core):
+    pretend_one_core()
     seen = []
     pipeline = strategies.Pipelining([0, 1], "grouped", recompute=True, watch=seen.append)
     steps(strategies.IPUStrategy(2, ipus_per_replica=2), pipeline, steps=1)

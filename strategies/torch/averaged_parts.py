@@ -1,0 +1,227 @@
+"""The parts of a module in a training loop of the program: parameters, buffers, and the plan of their exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import replace
+
+import torch
+
+from strategies.errors import StrategyError
+from strategies.jax.replicas.replicas import Replicas
+from strategies.torch.gradient_exchange import Parameter, Tail, TorchGradientPlan
+from strategies.torch.gradient_hooks import GradientHooks
+from strategies.torch.local_gradients import LocalGradients
+from strategies.torch.loop_agreement import LoopAgreement
+from strategies.torch.loop_buffers import LoopBuffers
+from strategies.torch.loop_exchange import HostLoopExchange, LoopExchange
+from strategies.torch.model_buffers import ModelBuffers
+from strategies.torch.module_parts import ModuleWatch
+from strategies.torch.on_device.device_loop_exchange import DeviceLoopExchange
+from strategies.torch.on_device.paths import path_of_loops
+from strategies.torch.options import TorchOptions
+from strategies.torch.tensors import dtype_of
+from strategies.torch.training import received_tensors, refuse_modules, take_over
+from strategies.torch.updates import refuse_float16
+
+NAMES = ("active", "changed", "loss", "weight", "weighted")
+"""The numbers that travel with gradients: whether the replica is still in its loop, whether it needs a new plan, its
+loss if it is known, the weight of its losses, and whether they have weights."""
+
+
+class AveragedParts:
+    """The parts of a module on which replicas agree, which the program may change between two steps.
+
+    Args:
+        module: The module.
+        replicas: The replicas of all instances.
+        options: The options of the loop.
+        hooks: The hooks on the gradients of the parameters, which follow changes of the module.
+
+    Attributes:
+        watch: The watch over the module.
+        agreement: The comparisons with other instances.
+        local: The warnings of gradients that are not averaged.
+        buffers: The buffers on which replicas agree.
+        changes: The changes of these buffers, and of frozen parameters.
+        number: The number of the model among those that share a communicator; 0: not known yet.
+        named: The parameters of the plan, with their names.
+        numbers: The places in the plan, by the ids of parameters.
+        known: The ids of the parameters that have the same values on all instances.
+        exchange: The exchange of the gradients; None before the first plan.
+        is_behind: Whether the module has changed, so that a new plan is needed.
+        leaves_early: Whether gradients are exchanged while backward passes run.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, replicas: Replicas, options: TorchOptions, hooks: GradientHooks
+    ) -> None:
+        self._module, self._replicas, self._options, self._hooks = module, replicas, options, hooks
+        self.watch = ModuleWatch(module)
+        self.agreement = LoopAgreement(module, self.watch, replicas, options)
+        self.local = LocalGradients()
+        own, count = replicas.local_replicas.start, replicas.num_replicas_in_sync
+        self.buffers = ModelBuffers(module, options.model_state_aggregation, count, own)
+        self.changes = LoopBuffers(module, self.buffers)
+        self.number = 0
+        self.named: list[tuple[str, torch.nn.Parameter]] = []
+        self.numbers: dict[int, int] = {}
+        self.known: set[int] = set()
+        self.exchange: LoopExchange | None = None
+        self.is_behind = self.leaves_early = False
+        hooks.follow(self.watch.named)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the module."""
+        return self.watch.named[0][1].device
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters of the module, as the last forward pass has found them."""
+        return [one for _, one in self.watch.named]
+
+    @property
+    def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """The parameters that are trained now or that the plan has: a layer may be frozen for a while."""
+        return [(name, one) for name, one in self.watch.named if one.requires_grad or id(one) in self.numbers]
+
+    @property
+    def plan(self) -> TorchGradientPlan | None:
+        """The plan of the gradients; None before the first one."""
+        return None if self.exchange is None else self.exchange.plan
+
+    # ---- agreement with the other instances
+
+    def begin_alike(self, root: int) -> None:
+        """Take over the parameters and buffers of the instance `root`. Collective."""
+        named = [*self._module.named_parameters(), *self._module.named_buffers()]
+        take_over(named, received_tensors(named, self._replicas.communicator, root))
+        self.known = {id(one) for _, one in self.watch.named}
+        self.changes.begin_with({})
+        self.agreement.have_same_bits()
+
+    def insist_on_agreement(self, new: Sequence[torch.Tensor]) -> None:
+        """Compare the averaged parameters, and the values of new ones, with the other instances. Collective."""
+        self.agreement.insist_on_same_parts(self.buffers.slots, new)
+        self.known = {id(one) for _, one in self.watch.named}
+
+    def plan_anew(self) -> None:
+        """Make a plan for the parameters that are trained now. Collective."""
+        refuse_modules(self._module)
+        self._follow_module()
+        new = [one for _, one in self._trained if id(one) not in self.numbers]
+        self.insist_on_agreement([*new, *(one for _, one in self.watch.named if id(one) not in self.known)])
+        self.make_plan()
+
+    def plan_for_others(self) -> None:
+        """Make a plan among the instances that are left. Collective."""
+        is_behind = self.is_behind  # then new parts of the module are still to be compared
+        self._follow_module()
+        self.make_plan()
+        self.is_behind = is_behind
+
+    def _follow_module(self) -> None:
+        """Find the parameters and buffers that the module has now."""
+        self.watch.look()
+        self._hooks.follow(self.watch.named)
+        self.changes.follow()
+
+    def make_plan(self) -> None:
+        """Make a plan for the parameters that the watch knows. Collective."""
+        self.named = self._trained
+        self.numbers = {id(one): number for number, (_, one) in enumerate(self.named)}
+        self.local.follow(self.named)
+        self.is_behind = False
+        self.agreement.have_same_bits()
+        self.exchange = self._exchange_of(tuple(Parameter.of(*one) for one in self.named))
+        self.leaves_early = self.exchange.plan.is_cut and self._replicas.num_replicas_in_sync > 1
+
+    @property
+    def _obstacle(self) -> str:
+        """The reason why gradients cannot stay on a device; "" if they can."""
+        if self._options.stream_gradients:
+            return "gradients on a device are exchanged when the backward pass has ended; leave stream_gradients out"
+        return ""
+
+    def _exchange_of(self, parameters: tuple[Parameter, ...]) -> LoopExchange:
+        """Return the exchange for these parameters. Collective."""
+        communicator, count = self._replicas.communicator, self._replicas.num_replicas_in_sync
+        title = "gradients" if self.number == 1 else f"gradients of model {self.number}"
+        plan = TorchGradientPlan(parameters, self._options.transfer, title=title)
+        is_one_each = 1 < count == communicator.size
+        path = path_of_loops(self._replicas, self.device, self._obstacle) if is_one_each else None
+        if path is not None:
+            return DeviceLoopExchange(plan, communicator, path, self.device)
+        tail, local = Tail.size(len(NAMES), len(parameters), len(self.buffers.slots)), self._replicas.local_replicas
+        whole = replace(plan, streams=self._options.streams_over(self._replicas), tail=tail)
+        return HostLoopExchange(whole, NAMES, communicator, count, len(local))
+
+    # ---- changes of the module
+
+    def follow(self) -> bool:
+        """Find changes to the module before a forward pass; return False if tensors stand in for its parameters."""
+        if not self.watch.has_other_parts:
+            return True
+        if self.watch.is_swapped:
+            if self._replicas.num_replicas_in_sync > 1:
+                self.local.warn_of_others()
+            return False
+        self.watch.look()
+        self.is_behind = True
+        self._hooks.follow(self.watch.named)
+        return True
+
+    def look_again(self) -> None:
+        """Compare the module with the plan, and record whether a new plan is needed.
+
+        Raises:
+            StrategyError: If a parameter is new, and its gradient was missed.
+        """
+        if self.watch.has_other_parts:
+            self.watch.look()
+            unknown = [name for name, one in self.watch.named if one not in self._hooks and one.requires_grad]
+            if unknown:
+                raise StrategyError(
+                    f"{unknown[0]} is new in the module, and its gradient was missed in a backward pass that "
+                    "does not come from the DistributedModel; call the DistributedModel, not the module in it"
+                )
+            self.is_behind = True
+        if self.watch.has_other_kinds:
+            self.watch.look()
+            self.is_behind = True
+        numbers = self.numbers
+        if any(one.requires_grad and id(one) not in numbers for _, one in self.watch.named):
+            self.is_behind = True
+
+    # ---- what is refused
+
+    def refuse_new_parts(self) -> None:
+        """Raise if the forward passes of one of several turns have changed the parts of the module."""
+        if self.watch.has_other_parts:
+            raise StrategyError(
+                "a forward pass has added, removed or replaced a part of the module, so other replicas would begin "
+                "with another module; call the module once before the training, or change it between steps"
+            )
+
+    def refuse_gradients_that_are_gone(self, came: Container[int]) -> None:
+        """Raise if a parameter whose gradient came has none at the end of the backward pass.
+
+        Args:
+            came: The ids of the parameters whose gradients came.
+        """
+        for name, parameter in self.watch.named:
+            if parameter.grad is None and id(parameter) in came:
+                raise StrategyError(
+                    f"the gradient of {name} is gone at the end of the backward pass, as if a hook had applied it "
+                    "before it was averaged; leave it in grad, and apply it after backward() has returned"
+                )
+
+    def refuse_weights(self) -> None:
+        """Raise if weighted gradients would exceed the range of the dtype in which they travel.
+
+        Raises:
+            ValueError: If a gradient travels as float16.
+        """
+        for name, one in self._trained:
+            refuse_float16(name, self._options.transfer.dtype_of(dtype_of(one)))
