@@ -332,6 +332,13 @@ def test_a_wrong_start_is_refused(words, error):
     assert error in finished.stderr
 
 
+def test_other_ranks_in_the_program_are_refused():
+    program = f"{HEAD}dist.init_process_group('popdist', init_method='popdist://', rank=0, world_size=4)"
+    finished = start("-n", "1", sys.executable, "-c", program).finish()
+    assert finished.status == 1
+    assert "torch.distributed says rank 0 of 4, the launcher says instance 0 of 1" in finished.stderr
+
+
 @pytest.mark.complete
 def test_spares_are_refused():
     program = f"{HEAD}{MEET}"

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl, urlsplit
 
 import torch.distributed as dist
 
@@ -62,12 +63,21 @@ def meet(url: str, timeout: timedelta | None = None, **_: object) -> Iterator[tu
     """Yield the store of all instances, this instance's rank and their number: the handler of popdist://.
 
     Instance 0 serves the store. MASTER_ADDR names its address for the other hosts; default: the name of its host.
+
+    Args:
+        url: The address. torch adds the arguments `rank` and `world_size` of the program, or -1, to its query.
+        timeout: The limit of waits for the store.
+
+    Raises:
+        LifeCycleError: The program has given another rank or number of ranks than the launcher.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is imported under a condition
 
     timeout = timeout or dist.constants.default_pg_timeout
     everybody = _everybody()
     rank, size = everybody.rank, everybody.size
+    given = {name: int(value) for name, value in parse_qsl(urlsplit(url).query) if value != "-1"}
+    _check_ranks(everybody, given.get("rank", rank), given.get("world_size", size))
     store = TCPStore(_LOOPBACK, 0, size, True, timeout, wait_for_workers=False) if rank == 0 else None
     told = _broadcast_text(everybody, f"{_address(everybody)} {store.port}" if store is not None else "")
     host, port = told.split()
@@ -88,13 +98,17 @@ def _of_all(rank: int, size: int) -> Communicator:
     from popdist.context import join_besides
 
     everybody = _everybody()
+    _check_ranks(everybody, rank, size)
+    return join_besides(lambda settings, instance: everybody.subgroup(range(size)))
+
+
+def _check_ranks(everybody: Communicator, rank: int, size: int) -> None:
     if (everybody.rank, everybody.size) != (rank, size):
         raise LifeCycleError(
             f"torch.distributed says rank {rank} of {size}, the launcher says instance {everybody.rank} of "
             f"{everybody.size}; start the program with poprun or mpirun, and give "
-            f"init_process_group('{NAME}', init_method='{NAME}://')"
+            f"init_process_group('{NAME}', init_method='{NAME}://') without rank and world_size"
         )
-    return join_besides(lambda settings, instance: everybody.subgroup(range(size)))
 
 
 def _of_some(members: Sequence[int]) -> Communicator:
