@@ -10,7 +10,7 @@ import itertools
 import logging
 
 import pytest
-from engine_rows import EVALUATED, EVERY, REPLICAS, ROWS, Row, batches, in_jax, train
+from engine_rows import EVALUATED, EVERY, REPLICAS, ROWS, Row, batches, in_jax, in_numpy, train
 from losing_at_events import BEFORE, Events, run_losing
 from surviving_instances import run_instances
 
@@ -50,7 +50,7 @@ FEW = [(2, 0, 0, "window"), (3, 1, BEFORE, "ring"), (2, 1, EVALUATED, "window")]
 def case_of(row: Row, case: tuple[int, int, int, str]):
     """Make a case, which belongs to the complete tier unless it is among a few."""
     given = row.as_parameter
-    is_short = case in (FEW[:1] if row.defaults else FEW)
+    is_short = case in FEW[: 1 if row.defaults else 3 if row.training is in_numpy else 2]
     marks = [*given.marks, *([] if is_short else [pytest.mark.complete])]
     return pytest.param(row, *case, marks=marks, id="-".join(map(str, (row.name, *case))))
 
@@ -84,7 +84,7 @@ def test_survivors_end_with_the_same_bits_after_every_kind_of_loss(row, kind, ph
 def in_tiers(row: Row, step: int):
     """Make a case, which belongs to the complete tier if it is long."""
     given = row.as_parameter
-    is_long = step > 0 or row.training is in_jax
+    is_long = step > 0 or row.training is in_jax or row.defaults is not None
     return pytest.param(row, step, marks=[*given.marks, *([pytest.mark.complete] if is_long else [])])
 
 
