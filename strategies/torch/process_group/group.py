@@ -13,7 +13,7 @@ import torch
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from collectives import Communicator, LayoutMismatchError
-from strategies.torch.process_group import arrays
+from strategies.torch.process_group import arguments, arrays
 from strategies.torch.process_group.arrays import bits, copy_into, description, descriptions, flat, shaped
 from strategies.torch.process_group.messages import Messages
 from strategies.torch.process_group.works import NO_LIMIT, GroupWork, WorkQueue
@@ -131,7 +131,7 @@ class PopDistProcessGroup(RankedGroup):
     ) -> GroupWork:
         """Reduce a list of one tensor per rank; each rank receives its own."""
         [output], [tensors] = outputs, inputs
-        _refuse_others_than(output, tensors, self.size(), "reduce_scatter")
+        arguments.refuse_others_than(output, tensors, self.size(), "reduce_scatter")
         op = _op_of(opts, output)
         action = partial(self._scatter_reduced, output, tensors, op, descriptions(tensors))
         return self._begin("reduce_scatter", action, [output, *tensors], opts, 1)
@@ -147,7 +147,7 @@ class PopDistProcessGroup(RankedGroup):
     ) -> GroupWork:
         """Reduce several tensors as `reduce_scatter_single` does."""
         for output, tensor in zip(outputs, inputs, strict=True):
-            _refuse_uneven(tensor, output, self.size(), "reduce_scatter_single")
+            arguments.refuse_uneven(tensor, output, self.size(), "reduce_scatter_single")
         op = _op_of(opts, outputs[0])
 
         def action() -> None:
@@ -192,7 +192,7 @@ class PopDistProcessGroup(RankedGroup):
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: AllgatherOptions | None = None) -> GroupWork:
         """Copy each rank's tensor to all ranks, into one tensor per rank."""
         [tensors], [tensor] = outputs, inputs
-        _refuse_others_than(tensor, tensors, self.size(), "all_gather")
+        arguments.refuse_others_than(tensor, tensors, self.size(), "all_gather")
 
         def action() -> None:
             _deal_out(self._gathered(tensor, inputs), tensors, tensor.dtype)
@@ -222,7 +222,7 @@ class PopDistProcessGroup(RankedGroup):
     ) -> GroupWork:
         """Gather several tensors as `all_gather_single` does."""
         for output, tensor in zip(outputs, inputs, strict=True):
-            _refuse_uneven(output, tensor, self.size(), "all_gather_single")
+            arguments.refuse_uneven(output, tensor, self.size(), "all_gather_single")
 
         def action() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
@@ -240,7 +240,7 @@ class PopDistProcessGroup(RankedGroup):
         [tensor], root = inputs, int(opts.rootRank)
         tensors = outputs[0] if self.rank() == root else []
         if self.rank() == root:
-            _refuse_others_than(tensor, tensors, self.size(), "gather")
+            arguments.refuse_others_than(tensor, tensors, self.size(), "gather")
 
         def action() -> None:
             rows = self._communicator.gather(bits(flat(tensor)), root, name=description(tensor))
@@ -254,7 +254,7 @@ class PopDistProcessGroup(RankedGroup):
         [output], root = outputs, int(opts.rootRank)
         tensors = inputs[0] if self.rank() == root else []
         if self.rank() == root:
-            _refuse_others_than(output, tensors, self.size(), "scatter")
+            arguments.refuse_others_than(output, tensors, self.size(), "scatter")
 
         def action() -> None:
             row = bits(flat(output))
@@ -295,8 +295,8 @@ class PopDistProcessGroup(RankedGroup):
         opts: AllToAllOptions | None = None,
     ) -> GroupWork:
         """Send a part of the first axis to each rank, and receive one from each; no splits: equal parts."""
-        received = _splits_of(output, output_splits, self.size(), "output")
-        sent = _splits_of(tensor, input_splits, self.size(), "input")
+        received = arguments.splits_of(output, output_splits, self.size(), "output")
+        sent = arguments.splits_of(tensor, input_splits, self.size(), "input")
         if not output.is_contiguous():
             raise ValueError("the output of all_to_all_single is not contiguous; give a contiguous tensor")
         name = description(tensor[:0])  # dtype and shape of the rows, of which ranks have different numbers
@@ -320,7 +320,7 @@ class PopDistProcessGroup(RankedGroup):
         rank, size = self.rank(), self.size()
         own = np.array([[block.size for block in blocks], expected], np.int64)
         sizes = self._communicator.all_gather(own, name=f"all_to_all {name}")
-        _refuse_crossed_sizes(sizes)
+        arguments.refuse_crossed_sizes(sizes)
         received: list[np.ndarray] = [np.empty(0, np.uint8)] * size
         received[rank] = blocks[rank]
         for distance in range(1, size):
@@ -446,49 +446,3 @@ def _deal_out(rows: np.ndarray, tensors: Sequence[torch.Tensor], dtype: torch.dt
     for row, tensor in zip(torch.from_numpy(rows), tensors, strict=True):
         if tensor.numel():  # rows without elements have strides that view refuses
             copy_into(tensor, row.view(dtype))
-
-
-def _refuse_others_than(tensor: torch.Tensor, tensors: Sequence[torch.Tensor], size: int, title: str) -> None:
-    if len(tensors) != size:
-        raise ValueError(f"{title} was called with a list of {len(tensors)} tensors in a group of {size} ranks")
-    for each in tensors:
-        if each.dtype != tensor.dtype or each.numel() != tensor.numel():
-            raise ValueError(
-                f"{title} was called with {description(tensor)} and, in the list, {description(each)}; the backend "
-                "popdist needs tensors of equal size and dtype, so pad them"
-            )
-
-
-def _refuse_uneven(whole: torch.Tensor, part: torch.Tensor, size: int, title: str) -> None:
-    if whole.dtype != part.dtype or whole.numel() != size * part.numel():
-        raise ValueError(
-            f"{title} was called with {description(whole)} and {description(part)} in a group of {size} ranks; the "
-            f"larger one has to have {size} times the elements of the other one, and the same dtype"
-        )
-
-
-def _splits_of(tensor: torch.Tensor, splits: Sequence[int], size: int, title: str) -> list[int]:
-    length = tensor.shape[0] if tensor.dim() else 0
-    if not splits and length % size == 0:
-        return [length // size] * size
-    if len(splits) != size or sum(splits) != length:
-        raise ValueError(
-            f"the {title} of all_to_all_single has {length} rows and the splits {list(splits)} in a group of {size} "
-            "ranks; give one split per rank, whose sum is the number of rows"
-        )
-    return list(splits)
-
-
-def _refuse_crossed_sizes(sizes: np.ndarray) -> None:
-    """Refuse parts that do not fit; every rank sees all sizes and raises the same error.
-
-    Args:
-        sizes: Bytes that rank i sends to rank j (i, 0, j), and that rank i expects from rank j (i, 1, j).
-    """
-    for source, (sent, _) in enumerate(sizes):
-        for to, nbytes in enumerate(sent):
-            if nbytes != sizes[to, 1, source]:
-                raise LayoutMismatchError(
-                    f"all_to_all: rank {source} sends {nbytes} bytes to rank {to}, which expects "
-                    f"{sizes[to, 1, source]}; give splits that fit on all ranks"
-                )
