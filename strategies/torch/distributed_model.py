@@ -26,6 +26,7 @@ from strategies.torch.options import Aggregation, TorchOptions
 from strategies.torch.outcomes import is_asked_for, number_of, one_of, refuse_losses, states_to
 from strategies.torch.replica_groups import groups_of
 from strategies.torch.replica_turns import LossOfBatch, ReplicaTurns
+from strategies.torch.scripted_modules import stop_profiling
 from strategies.torch.sync_batch_norm import refuse_to_join, sync_layers_of
 from strategies.torch.training import refuse_modules
 from strategies.typing import Batch, Number, Tree
@@ -102,6 +103,7 @@ class DistributedModel(torch.nn.Module):
                 "int8 gradients need residuals, which only strategies.torch.Trainer keeps; use bfloat16"
             )
         refuse_modules(module)
+        stop_profiling(module)
         if grouped := [name for name, parameter in module.named_parameters() if groups_of(parameter) is not None]:
             raise StrategyError(
                 f"{grouped[0]} has a row for each group of replicas, but a DistributedModel is a single replica; use "

@@ -26,6 +26,7 @@ from strategies.torch.on_device.determinism import use_deterministic_operations
 from strategies.torch.options import TorchOptions, TorchTrainerOptions
 from strategies.torch.replica_memory import HOST, chosen_here
 from strategies.torch.replica_run import LossFunction
+from strategies.torch.scripted_modules import stop_profiling
 from strategies.torch.training import TorchTraining, device_of, move, refuse_modules
 from strategies.torch.updates import ShardedTorchUpdate, WholeTorchUpdate, refuse_optimizers
 from strategies.train_state import TrainState
@@ -91,6 +92,7 @@ class Trainer:
         require_known_options(Trainer, options, TorchTrainerOptions.__annotations__)
         settings = completed(TorchOptions, strategy.defaults, {"seed": seed, **options})
         refuse_modules(module)
+        stop_profiling(module)
         refuse_optimizers(optimizer, module)
         if settings.device is None and (found := device_of(module)) != HOST:
             settings = replace(settings, replica_device=found)

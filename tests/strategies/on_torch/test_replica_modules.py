@@ -209,6 +209,33 @@ def test_a_module_has_the_same_bits_for_every_number_of_instances(kind, everywhe
     assert found == [found[0]] * 3
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+class TestScriptedModules:
+    """PyTorch's profiling executor computes other bits from the second call on."""
+
+    def test_calls_outside_of_a_training_change_no_bits(self):
+        def train(calls):
+            torch.manual_seed(1)
+            layers = [nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5)]
+            trainer = new_trainer(torch.jit.script(nn.Sequential(nn.Flatten(), *layers)), replicas=1)
+            for _ in range(STEPS):
+                for _ in range(calls):
+                    trainer.module(rows()["x"]).sum().backward()
+                trainer.optimizer.zero_grad()
+                trainer.step(rows())
+            return bits_of(trainer.module)
+
+        assert train(0) == train(3)
+
+    def test_a_module_that_pytorch_has_optimized_is_refused(self):
+        given = scripted()
+        torch._C._jit_set_profiling_mode(True)  # as in a new process; the trainer turns it off
+        for _ in range(3):
+            given(rows()["x"])
+        with pytest.raises(StrategyError, match="make the Trainer or DistributedModel before the first call"):
+            new_trainer(given)
+
+
 class TestHooksOfParameters:
     def test_hooks_see_the_gradient_of_each_replica_and_micro_batch(self):
         module, seen = net(), []
