@@ -550,6 +550,27 @@ def test_a_hook_of_one_worker_stops_all(on_instances):
     assert on_instances(2, 2, run) == [[1, 2]] * 2
 
 
+def test_a_hook_that_asks_before_a_loop_stops_after_it():
+    calls = []
+
+    class Stops(Seen):
+        def before_run(self, run_context):
+            calls.append(len(self.steps))
+            if len(self.steps) == 1:
+                run_context.request_stop()
+
+    hook = Stops()
+    IPUEstimator(passed_on(jnp.sum), config=config_of(loops=2)).train(increasing(3), [hook], steps=8)
+    assert (hook.steps, calls) == ([2, 4], [0, 1])
+
+
+def test_a_listener_that_returns_true_stops():
+    listener = type("Stops", (), {"after_save": lambda self, session, step: step == 2})()
+    seen, config = Seen(), RunConfig(save_checkpoints_steps=1)
+    IPUEstimator(square, config=config).train(pairs([[1]] * 5, [[1]] * 5), [seen], saving_listeners=[listener])
+    assert seen.steps == [1, 2]
+
+
 # ---- batch sizes
 
 

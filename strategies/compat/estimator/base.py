@@ -129,11 +129,12 @@ class Estimator(ABC):
                 worker: an iterable of features, or of `(features, labels)`.
             hooks: Objects with any of the methods `begin()`; `before_run(context)` and `after_run(context, values)`
                 around each loop, with "loss" and "global_step" in `values.results`; and `end(None)`. Call
-                `context.request_stop()` to end the training on all instances.
+                `context.request_stop()` to end the training on all instances after this loop.
             steps: Number of iterations, a multiple of `iterations_per_loop`; None for all data.
             max_steps: Global step at which to end, rounded up to a multiple of `iterations_per_loop`.
             saving_listeners: Objects with any of the methods `begin()`, `before_save(None, global_step)` and
-                `after_save(None, global_step)` around each checkpoint, and `end(None, global_step)`.
+                `after_save(None, global_step)` around each checkpoint, and `end(None, global_step)`. If an `after_save`
+                returns True, the training ends on all instances.
 
         Raises:
             TypeError: If a function has the wrong type, or a `host_call` returns nothing.
@@ -149,8 +150,8 @@ class Estimator(ABC):
             raise ValueError("Can not provide both steps and max_steps; give one")
         if strategy is not self._alone and each > 1 and self._takes:
             raise NotImplementedError(f"iterations_per_loop is {each}, but must be 1 with a strategy")
-        stop = threading.Event()
-        context, listeners = SimpleNamespace(session=None, request_stop=stop.set), saving_listeners or ()
+        asked, stop = threading.Event(), threading.Event()  # a loop in which a hook asks to stop is completed
+        context, listeners = SimpleNamespace(session=None, request_stop=asked.set), saving_listeners or ()
         first, batches = self._batches(input_fn, ModeKeys.TRAIN, stop.is_set)
         warm = {} if self._training or not self._warm_start_from else self._values(self._warm_start_from)[0]
         run = self._training or self._built(ModeKeys.TRAIN, first, warm)
@@ -166,7 +167,8 @@ class Estimator(ABC):
                 if listeners:
                     checkpoints.wait()
                     strategy.broadcast(np.int32(run.step))  # the checkpoint is there, also for other instances
-                    _call(listeners, "after_save", None, run.step)
+                    if any(_call(listeners, "after_save", None, run.step)):
+                        asked.set()
 
             run.state = checkpoints.restore(run.state)
             run.step = checkpoints.extra.get("global_step", run.step or run.state.step * count)
@@ -177,17 +179,15 @@ class Estimator(ABC):
                 logger.info("Skipping training since max_steps has already saved.")
                 return self
             _call([*listeners, *hooks], "begin")
-            while end is None or run.step < end:
+            while (end is None or run.step < end) and (begun := next(batches, None)) is not None:
                 losses, before = [], run.step
                 if any(asked is not None for asked in _call(hooks, "before_run", context)):
                     raise NotImplementedError("before_run asks for values; read loss and global_step in after_run")
-                for batch in itertools.islice(batches, each // count):
+                for batch in itertools.chain([begun], itertools.islice(batches, each // count - 1)):
                     run.state, metrics = run.trainer.step(run.state, _with_step(batch, before))
                     run.step += count
                     network.call_host(run.step)
                     losses.append(metrics.get(REPORTED, metrics["loss"]))
-                if not losses:
-                    break
                 workers = strategy.num_replicas_in_sync // config.devices.num_replicas
                 loss = float(np.mean(losses)) * (workers if network.update else 1)
                 if log_steps and before // log_steps < run.step // log_steps:
@@ -202,6 +202,8 @@ class Estimator(ABC):
                 if before // save_steps < run.step // save_steps if save_steps else strategy.broadcast(is_late):
                     saved, saved_at = run.step, time.monotonic()
                     save()
+                if asked.is_set():
+                    stop.set()
             if run.step != saved:
                 save()
         strategy.broadcast(np.int32(run.step))
