@@ -826,7 +826,8 @@ def test_training_continues_a_checkpoint_of_a_trainer(tmp_path):
     assert seen.steps == [4, 5]
 
 
-def test_a_checkpoint_is_written_when_listeners_and_other_estimators_look(on_instances, tmp_path):
+@pytest.mark.parametrize("listening", [0, also(1), None])
+def test_a_checkpoint_is_written_when_listeners_and_other_estimators_look(on_instances, listening, tmp_path):
     def run(strategy):
         names = []
 
@@ -836,11 +837,12 @@ def test_a_checkpoint_is_written_when_listeners_and_other_estimators_look(on_ins
 
         config = RunConfig(train_distribute=strategy, save_checkpoints_steps=1)
         estimator = IPUEstimator(square, tmp_path, config)
-        estimator.train(pairs([[1]] * 3, [[1]] * 3), saving_listeners=[Listener()])
+        listeners = [Listener()] if listening in (strategy.instance_index, None) else None
+        estimator.train(pairs([[1]] * 3, [[1]] * 3), saving_listeners=listeners)
         return names, IPUEstimator(square, tmp_path).evaluate(pairs([[1]], [[1]]))["global_step"]
 
     steps = ["step_00000001", "step_00000002", "step_00000003"]
-    assert on_instances(2, 2, run) == [(steps, 3)] * 2
+    assert on_instances(2, 2, run) == [(steps if listening in (number, None) else [], 3) for number in range(2)]
 
 
 @pytest.mark.parametrize("instances", [also(1), 2])

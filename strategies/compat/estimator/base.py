@@ -159,12 +159,13 @@ class Estimator(ABC):
         if run.trainer.strategy is not strategy:
             raise ValueError("the estimator has trained with another strategy; use that, or a new estimator")
         hooks = [*(hooks or ()), *network.spec.training_hooks]
+        is_heard = strategy.reduce("max", np.int32(len(listeners)))  # an instance may have listeners of its own
         with self._checkpoints(run.trainer) as checkpoints:
 
             def save() -> None:
                 _call(listeners, "before_save", None, run.step)
                 checkpoints.save(run.state)
-                if listeners:
+                if is_heard:
                     checkpoints.wait()
                     strategy.broadcast(np.int32(run.step))  # the checkpoint is there, also for other instances
                     if any(_call(listeners, "after_save", None, run.step)):
