@@ -34,10 +34,11 @@ def listed(*batches):
 
 def passed_on(reduce):
     """Return a `model_fn` that trains nothing, with a loss of the features."""
+    hooks = dict.fromkeys(["training_hooks", "evaluation_hooks", "prediction_hooks"])
 
     def model_fn(features, mode):
         loss = reduce(features)
-        return IPUEstimatorSpec(mode, predictions=features, loss=loss, train_op=loss, eval_metric_ops={})
+        return IPUEstimatorSpec(mode, predictions=features, loss=loss, train_op=loss, eval_metric_ops={}, **hooks)
 
     return model_fn
 
@@ -887,6 +888,10 @@ def test_evaluations_after_the_first_wait_for_their_time():
 # ---- misuse
 
 
+def drawing(features, mode):
+    return IPUEstimatorSpec(mode, loss=1.0, train_op=features, host_call=(lambda _: est.get_random_key(), [features]))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -920,6 +925,7 @@ def test_evaluations_after_the_first_wait_for_their_time():
             "an object of Estimator",
         ),
         (lambda: est.get_variable("w"), RuntimeError, "outside of model_fn"),
+        (lambda: IPUEstimator(drawing).train(listed([1])), RuntimeError, "draw in model_fn"),
     ],
 )
 def test_misuse_is_refused(call, error, message):

@@ -158,7 +158,7 @@ class Estimator(ABC):
         network, count = run.network, self._options(ModeKeys.TRAIN).get(_COUNT, 1)
         if run.trainer.strategy is not strategy:
             raise ValueError("the estimator has trained with another strategy; use that, or a new estimator")
-        hooks = [*(hooks or ()), *network.spec.training_hooks]
+        hooks = [*(hooks or ()), *(network.spec.training_hooks or ())]
         is_heard = strategy.reduce("max", np.int32(len(listeners)))  # an instance may have listeners of its own
         with self._checkpoints(run.trainer) as checkpoints:
 
@@ -252,7 +252,7 @@ class Estimator(ABC):
         """
         self._loop(steps)
         run, outputs = self._outputs(ModeKeys.EVAL, input_fn, checkpoint_path, steps)
-        hooks = [*(hooks or ()), *run.network.spec.evaluation_hooks]
+        hooks = [*(hooks or ()), *(run.network.spec.evaluation_hooks or ())]
         _call(hooks, "begin")
         found = {**run.network.metrics(outputs), "global_step": run.step}
         _call(hooks, "end", None)
@@ -279,7 +279,7 @@ class Estimator(ABC):
             num_predictions: Number of results after which to end; None for all data.
         """
         run, outputs = self._outputs(ModeKeys.PREDICT, input_fn, checkpoint_path)
-        hooks, known = [*(hooks or ()), *run.network.spec.prediction_hooks], run.network.spec.predictions
+        hooks, known = [*(hooks or ()), *(run.network.spec.prediction_hooks or ())], run.network.spec.predictions
         if predict_keys is not None and not (isinstance(known, Mapping) and {*predict_keys} <= {*known}):
             raise ValueError(f"predict_keys are {predict_keys}; name keys of a dictionary of predictions")
         _call(hooks, "begin")

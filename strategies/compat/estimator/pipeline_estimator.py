@@ -57,9 +57,9 @@ class IPUPipelineEstimatorSpec:
         optimizer_function: Callable[..., OptimizerFunctionOutput] | None = None,
         device_mapping: DeviceMapping | None = None,
         loss_accumulator_dtype: object = None,
-        training_hooks: Sequence[object] = (),
-        evaluation_hooks: Sequence[object] = (),
-        prediction_hooks: Sequence[object] = (),
+        training_hooks: Sequence[object] | None = None,
+        evaluation_hooks: Sequence[object] | None = None,
+        prediction_hooks: Sequence[object] | None = None,
         reduction_method: GradientAccumulationReductionMethod | str = GradientAccumulationReductionMethod.SUM,
         **pipeline_op_kwargs: Any,
     ) -> None:

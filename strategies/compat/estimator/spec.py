@@ -117,9 +117,9 @@ class IPUEstimatorSpec:
     eval_metric_ops: Mapping[str, Metric] | None = None
     eval_metrics: tuple[Function, Sequence[Leaf] | Mapping[str, Leaf]] | None = None
     host_call: tuple[Function, Sequence[Leaf]] | None = None
-    training_hooks: Sequence[object] = ()
-    evaluation_hooks: Sequence[object] = ()
-    prediction_hooks: Sequence[object] = ()
+    training_hooks: Sequence[object] | None = None
+    evaluation_hooks: Sequence[object] | None = None
+    prediction_hooks: Sequence[object] | None = None
 
     def __post_init__(self) -> None:
         needed = {ModeKeys.TRAIN: ("loss", "train_op"), ModeKeys.EVAL: ("loss",), ModeKeys.PREDICT: ("predictions",)}

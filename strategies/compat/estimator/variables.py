@@ -60,7 +60,9 @@ class CallVariables:
         return value
 
     def next_key(self) -> Key:
-        """Return a random key, different for each replica, step and call."""
+        """Return a random key, different for each replica, step and call; raise RuntimeError on the host."""
+        if self._key is None:
+            raise RuntimeError("a host_call has no random key; draw in model_fn, and give the host_call the numbers")
         self._key, own = jax.random.split(self._key)
         return own
 
@@ -133,5 +135,5 @@ def get_global_step() -> Leaf:
 
 
 def get_random_key() -> Key:
-    """Return a new random key, different for each replica, step and call."""
+    """Return a random key, different for each replica, step and call; raise RuntimeError outside of a `model_fn`."""
     return current_call("get_random_key").next_key()
