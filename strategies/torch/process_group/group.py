@@ -148,11 +148,11 @@ class PopDistProcessGroup(RankedGroup):
         """Reduce several tensors as `reduce_scatter_single` does."""
         for output, tensor in zip(outputs, inputs, strict=True):
             arguments.refuse_uneven(tensor, output, self.size(), "reduce_scatter_single")
-        op = _op_of(opts, outputs[0])
+        op, name = _op_of(opts, outputs[0]), descriptions(inputs)
 
         def action() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
-                self._scatter_reduced(output, [tensor], op, descriptions(inputs))
+                self._scatter_reduced(output, [tensor], op, name)
 
         return self._begin("reduce_scatter_single", action, [*outputs, *inputs], opts, len(outputs))
 
@@ -179,12 +179,12 @@ class PopDistProcessGroup(RankedGroup):
 
     def broadcast(self, tensors: Tensors, opts: BroadcastOptions) -> GroupWork:
         """Copy the root's tensor to all ranks."""
-        root = int(opts.rootRank)
+        root, name = int(opts.rootRank), descriptions(tensors)
 
         def action() -> None:
             for tensor in tensors:
                 values = flat(tensor)
-                self._communicator.broadcast(bits(values), root, name=descriptions(tensors))
+                self._communicator.broadcast(bits(values), root, name=name)
                 copy_into(tensor, values)
 
         return self._begin("broadcast", action, tensors, opts)
@@ -195,7 +195,7 @@ class PopDistProcessGroup(RankedGroup):
         arguments.refuse_others_than(tensor, tensors, self.size(), "all_gather")
 
         def action() -> None:
-            _deal_out(self._gathered(tensor, inputs), tensors, tensor.dtype)
+            _deal_out(self._gathered(tensor, description(tensor)), tensors, tensor.dtype)
 
         return self._begin("all_gather", action, [*tensors, tensor], opts, len(tensors))
 
@@ -203,10 +203,11 @@ class PopDistProcessGroup(RankedGroup):
         self, outputs: list[Tensors], inputs: Tensors, opts: AllgatherOptions | None = None
     ) -> GroupWork:
         """Gather several tensors as `allgather` does; `outputs` has a list for each rank."""
+        name = descriptions(inputs)
 
         def action() -> None:
             for number, tensor in enumerate(inputs):
-                _deal_out(self._gathered(tensor, inputs), [each[number] for each in outputs], tensor.dtype)
+                _deal_out(self._gathered(tensor, name), [each[number] for each in outputs], tensor.dtype)
 
         results = [tensor for each in outputs for tensor in each]
         return self._begin("all_gather_coalesced", action, [*results, *inputs], opts, len(results))
@@ -223,11 +224,12 @@ class PopDistProcessGroup(RankedGroup):
         """Gather several tensors as `all_gather_single` does."""
         for output, tensor in zip(outputs, inputs, strict=True):
             arguments.refuse_uneven(output, tensor, self.size(), "all_gather_single")
+        name = descriptions(inputs)
 
         def action() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
                 values = flat(output)
-                self._gathered(tensor, inputs, bits(values).reshape(self.size(), -1))
+                self._gathered(tensor, name, bits(values).reshape(self.size(), -1))
                 copy_into(output, values)
 
         return self._begin("all_gather_single", action, [*outputs, *inputs], opts, len(outputs))
@@ -308,8 +310,8 @@ class PopDistProcessGroup(RankedGroup):
         """Wait until all ranks have called this."""
         return self._begin("barrier", self._communicator.barrier, [], opts)
 
-    def _gathered(self, tensor: torch.Tensor, among: Tensors, out: np.ndarray | None = None) -> np.ndarray:
-        return self._communicator.all_gather(bits(flat(tensor)), out, name=descriptions(among))
+    def _gathered(self, tensor: torch.Tensor, name: str, out: np.ndarray | None = None) -> np.ndarray:
+        return self._communicator.all_gather(bits(flat(tensor)), out, name=name)
 
     def _exchanged(self, blocks: Sequence[np.ndarray], expected: Sequence[int], name: str) -> list[np.ndarray]:
         """Send block r to rank r; return the block that each rank sends to this one.
