@@ -348,6 +348,21 @@ def test_variables_of_a_host_call_are_of_the_worker_and_kept_in_checkpoints(on_i
     assert IPUEstimator(counting, tmp_path).get_variable_value("total") == 6
 
 
+def test_an_initializer_of_a_host_call_is_called_once():
+    calls = []
+
+    def first(key, shape, dtype):
+        calls.append(shape)
+        return np.zeros(shape, dtype)
+
+    def model_fn(features, mode):
+        call = (lambda loss: est.get_variable("total", (), initializer=first) + loss), [features]
+        return IPUEstimatorSpec(mode, loss=features, train_op=features, host_call=call)
+
+    IPUEstimator(model_fn).train(increasing(3), steps=3)
+    assert calls == [()]
+
+
 @pytest.mark.parametrize("steps", [1, 2])
 def test_steps_must_be_multiples_of_the_iterations(steps):
     estimator = IPUEstimator(passed_on(jnp.sum), config=config_of(loops=3))

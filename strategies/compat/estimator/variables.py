@@ -43,9 +43,10 @@ class CallVariables:
     def read(self, name: str, initial: Callable[[], Leaf], is_trained: bool, handle: Leaf = None) -> Leaf:
         """Return the value of a variable that the call reads for the first time."""
         value = self._given.get(name)
-        if self._key is None:  # on the host; a checkpoint gives lists
-            first = np.array(initial())
-            value = np.asarray(first if value is None else value, first.dtype)
+        if self._key is None:  # on the host
+            if not isinstance(value, np.ndarray):  # no value yet, or a list of a checkpoint
+                first = np.array(initial())
+                value = first if value is None else np.asarray(value, first.dtype)
             self.values[name] = value
             return value
         if self._given and value is None:
