@@ -66,7 +66,8 @@ def test_steps_are_counted_in_iterations(tmp_path):
         return increasing(10, (), params["batch_size"])()
 
     estimator = IPUEstimator(passed_on(jnp.sum), tmp_path, config_of(loops=2), train_batch_size=2)
-    estimator.train(input_fn, [seen], steps=4).train(input_fn, [seen], steps=4)
+    for steps in (4, 8):
+        assert estimator.train(input_fn, [seen], steps=4).get_variable_value("global_step") == steps
     estimator.train(input_fn, [seen], max_steps=9)
     estimator.train(input_fn, [seen], max_steps=9)
     assert seen.steps == [2, 4, 6, 8, 10]
@@ -919,6 +920,7 @@ def drawing(features, mode):
         (lambda: IPUEstimator(lambda features: 0).train(listed([1])), ValueError, "IPUEstimatorSpec"),
         (lambda: IPUEstimator(square).train(listed([1]), steps=1, max_steps=1), ValueError, "both steps and max_steps"),
         (lambda: IPUEstimator(square).train(listed([1]), steps=0), ValueError, "steps > 0"),
+        (lambda: IPUEstimator(square).get_variable_value("w"), ValueError, "use one of global_step"),
         (lambda: IPUEstimator(square).train([1]), TypeError, "input_fn"),
         (lambda: IPUEstimator(square).train(lambda: (1, 2)), TypeError, "iterable of batches"),
         (lambda: IPUEstimator(square).train(list), ValueError, "too few batches"),

@@ -310,8 +310,16 @@ class Estimator(ABC):
         return str(path)
 
     def get_variable_value(self, name: str) -> np.ndarray:
-        """Return the value of a variable; `get_variable_names` lists the names."""
-        return np.asarray(self._values(None)[0][name])
+        """Return the value of a variable, or the "global_step"; `get_variable_names` lists the variables.
+
+        Raises:
+            ValueError: If there is no such variable.
+        """
+        values, step = self._values(None)
+        values = {"global_step": np.array(step), **values}
+        if name not in values:
+            raise ValueError(f"there is no variable {name!r}; use one of {', '.join(values)}")
+        return np.asarray(values[name])
 
     def get_variable_names(self) -> list[str]:
         """Return the names of the variables of the last training, or of the newest checkpoint."""
