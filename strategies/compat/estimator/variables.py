@@ -24,7 +24,7 @@ class CallVariables:
     Args:
         given: Values by name; if there is none, variables begin with their initial values.
         key: Random key of the replica and the micro-batch; None on the host.
-        global_step: Number of iterations before the loop, an int32 scalar.
+        global_step: Number of iterations before the loop, an int32 scalar; on the host, after the step.
         seed: Seed of initial values.
 
     Attributes:
@@ -131,7 +131,7 @@ def get_variable(
 
 
 def get_global_step() -> Leaf:
-    """Return the global step before the present loop, an int32 scalar."""
+    """Return the global step before the present loop, an int32 scalar; in a `host_call`, that after its step."""
     return current_call("get_global_step").global_step
 
 
