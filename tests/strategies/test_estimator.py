@@ -349,19 +349,22 @@ def test_variables_of_a_host_call_are_of_the_worker_and_kept_in_checkpoints(on_i
     assert IPUEstimator(counting, tmp_path).get_variable_value("total") == 6
 
 
-def test_an_initializer_of_a_host_call_is_called_once():
-    calls = []
+def test_a_host_call_reads_the_global_step_and_calls_an_initializer_once():
+    calls, steps = [], []
 
     def first(key, shape, dtype):
         calls.append(shape)
         return np.zeros(shape, dtype)
 
+    def on_host(loss):
+        steps.append(est.get_global_step())
+        return est.get_variable("total", (), initializer=first) + loss
+
     def model_fn(features, mode):
-        call = (lambda loss: est.get_variable("total", (), initializer=first) + loss), [features]
-        return IPUEstimatorSpec(mode, loss=features, train_op=features, host_call=call)
+        return IPUEstimatorSpec(mode, loss=features, train_op=features, host_call=(on_host, [features]))
 
     IPUEstimator(model_fn).train(increasing(3), steps=3)
-    assert calls == [()]
+    assert (calls, steps, {step.dtype for step in steps}) == ([()], [1, 2, 3], {np.dtype(np.int32)})
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -141,7 +141,7 @@ class ModelInMode:
         fed = [leaf.reshape(workers, *[each] * (each > 1), *leaf.shape[workers * each > 1 :]) for leaf in fed]
         for worker, kept in enumerate(self.host):
             own = (leaf[worker] for leaf in fed)
-            variables = CallVariables(kept, None, step, self._seed)
+            variables = CallVariables(kept, None, np.int32(step), self._seed)
             with variables.active():
                 returned = function(*[one if isinstance(one, Gradient) else next(own) for one in given])
             if clash := variables.values.keys() & {*self.trained, *(self.state or ())}:
