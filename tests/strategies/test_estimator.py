@@ -423,6 +423,15 @@ def test_weights_of_losses_give_weighted_means(on_instances, instances):
         np.testing.assert_allclose([*losses, value, evaluated], [*wanted[0], *wanted[1:]], rtol=1e-6)
 
 
+def test_a_model_state_that_would_be_lost_is_refused():
+    def model_fn(features, mode):
+        loss = strategies.Outcome(est.get_variable("w", initializer=1.0), model_state={"mean": 1.0})
+        return IPUEstimatorSpec(mode, loss=loss, train_op=optax.sgd(1.0))
+
+    with pytest.raises(ValueError, match="does not keep"):
+        IPUEstimator(model_fn).train(increasing(3), steps=1)
+
+
 def test_a_weight_that_would_be_lost_is_refused():
     def model_fn(features, mode):
         w = est.get_variable("w", initializer=1.0)

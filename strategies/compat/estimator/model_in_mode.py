@@ -90,6 +90,8 @@ class ModelInMode:
         if isinstance(spec.loss, Outcome) and trained is not spec.loss:
             raise ValueError("the loss of the spec has a weight, but another loss is minimized; minimize that Outcome")
         outcome = Outcome.of(trained)
+        if outcome.model_state is not None:
+            raise ValueError("the loss has a model_state, which an estimator does not keep; use layers of Keras")
         metrics = {} if trained is spec.loss else {REPORTED: 1.0 * _scalar(spec.loss, "loss")}
         if arrays := [one for one in spec.host_arguments if not isinstance(one, Gradient)]:
             self._outfeed.enqueue(arrays)
