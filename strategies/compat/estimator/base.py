@@ -204,6 +204,7 @@ class Estimator(ABC):
                     saved, saved_at = run.step, time.monotonic()
                     save()
                 if asked.is_set():
+                    logger.info("a hook or listener ends the training at step %d", run.step)
                     stop.set()
             if run.step != saved:
                 save()
