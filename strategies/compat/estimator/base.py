@@ -156,6 +156,7 @@ class Estimator(ABC):
         warm = {} if self._training or not self._warm_start_from else self._values(self._warm_start_from)[0]
         run = self._training or self._built(ModeKeys.TRAIN, first, warm)
         network, count = run.network, self._options(ModeKeys.TRAIN).get(_COUNT, 1)
+        scale = strategy.num_replicas_in_sync // config.devices.num_replicas if network.update else 1
         if run.trainer.strategy is not strategy:
             raise ValueError("the estimator has trained with another strategy; use that, or a new estimator")
         hooks = [*(hooks or ()), *(network.spec.training_hooks or ())]
@@ -189,8 +190,7 @@ class Estimator(ABC):
                     run.step += count
                     network.call_host(run.step)
                     losses.append(metrics.get(REPORTED, metrics["loss"]))
-                workers = strategy.num_replicas_in_sync // config.devices.num_replicas
-                loss = float(np.mean(losses)) * (workers if network.update else 1)
+                loss = float(np.mean(losses)) * scale
                 if log_steps and before // log_steps < run.step // log_steps:
                     logger.info("loss = %s, step = %d", loss, run.step)
                 results = {"loss": loss, "global_step": run.step}
@@ -200,7 +200,7 @@ class Estimator(ABC):
                 checkpoints.extra = {"global_step": run.step, "host": network.host_values()}
                 checkpoints.after_step(run.state)
                 is_late = np.int32(time.monotonic() - saved_at > (config.save_checkpoints_secs or 600))
-                if before // save_steps < run.step // save_steps if save_steps else strategy.broadcast(is_late):
+                if before // save_steps < run.step // save_steps if save_steps else strategy.reduce("max", is_late):
                     saved, saved_at = run.step, time.monotonic()
                     save()
                 if asked.is_set():
