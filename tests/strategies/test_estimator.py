@@ -904,13 +904,15 @@ def test_training_is_evaluated_at_checkpoints_and_at_the_end(on_instances, insta
     assert on_instances(instances, 2, run) == [wanted, (5, 3, [], [])][:instances]
 
 
-def test_evaluations_after_the_first_wait_for_their_time():
-    evaluated = []
+def test_evaluations_come_after_listeners_and_those_after_the_first_wait_for_their_time():
+    events = []
     config = RunConfig(save_checkpoints_steps=1)
     data = pairs([[1]] * 4, [[1]] * 4)
-    hook = type("Begin", (), {"begin": lambda self: evaluated.append(True)})()
-    found, _ = train_and_evaluate(IPUEstimator(square, config=config), TrainSpec(data), EvalSpec(data, hooks=[hook]))
-    assert (len(evaluated), found["global_step"]) == (2, 4)
+    hook = type("Begin", (), {"begin": lambda self: events.append("evaluation")})()
+    listener = type("Saved", (), {"after_save": lambda self, session, step: events.append(step)})()
+    trained = TrainSpec(data, saving_listeners=[listener])
+    found, _ = train_and_evaluate(IPUEstimator(square, config=config), trained, EvalSpec(data, hooks=[hook]))
+    assert (events, found["global_step"]) == ([1, "evaluation", 2, 3, 4, "evaluation"], 4)
 
 
 # ---- misuse

@@ -45,7 +45,7 @@ def train_and_evaluate(
         if strategy.broadcast(np.int32(time.monotonic() >= due_at)):  # worker 0 decides
             evaluate(end is not None and global_step >= end)
 
-    listeners = [SimpleNamespace(after_save=after_save), *(train_spec.saving_listeners or ())]
+    listeners = [*(train_spec.saving_listeners or ()), SimpleNamespace(after_save=after_save)]
     estimator.train(train_spec.input_fn, train_spec.hooks, None, end, listeners)
     if not is_over:
         evaluate(is_final=True)
