@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,14 +33,10 @@ class ReplicaNumbers:
     """
 
     def __init__(self, name: str, of: Mapping[int, Tree]) -> None:
-        self._name, self._of = name, dict(of)
-
-    def items(self) -> Iterator[tuple[int, Tree]]:
-        """Return an iterator over the global indices of replicas and their numbers."""
-        return iter(self._of.items())
+        self._name, self._of = name, {replica: _float_of(one) for replica, one in of.items()}
 
     def _refuse(self, *others: object) -> NoReturn:
-        numbers = ", ".join(f"{float(one):g} in replica {replica}" for replica, one in self.items())
+        numbers = ", ".join(f"{one:g} in replica {replica}" for replica, one in self._of.items())
         raise StrategyError(
             f"{self._name} was assigned in a step and is {numbers}, so outside of steps it has no value; log it in the "
             "step with self.log, use a metric of torchmetrics, or start one instance per replica"
@@ -136,6 +131,14 @@ def _differ(of: Mapping[int, Tree]) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return math.prod(value.shape) == 1
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    if isinstance(value, np.ndarray):
+        return value.size == 1 and value.dtype.kind in "biuf"
     return isinstance(value, Real | np.bool_)
+
+
+def _float_of(number: Tree) -> float:
+    if isinstance(number, torch.Tensor):
+        number = number.detach()
+    return float(number.item() if isinstance(number, torch.Tensor | np.ndarray) else number)

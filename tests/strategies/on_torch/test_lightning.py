@@ -207,17 +207,35 @@ def test_numbers_that_differ_between_replicas_have_no_value_in_hooks(on_instance
     assert same(on_instances(2, 2, validate)) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", [float, torch.tensor, np.float32, np.int64, np.bool_, np.array])
-@pytest.mark.parametrize("use", [float, format, pickle.dumps])
-def test_numbers_of_every_kind_are_refused_if_they_differ(kind, use):
-    """A checkpoint with them could not be loaded. Copies of a module, which callbacks make, have them, too."""
+def after_steps(kind):
+    """Return a module after steps of two replicas, which have assigned an attribute of a kind."""
     module = Line()
     states = AttributeStates(module)
     for replica in range(2):
         with states.of(replica):
             module.seen = kind(replica)
+    return module
+
+
+def loss_of(number):
+    return torch.tensor(float(number), requires_grad=True) * 1
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", [float, loss_of, np.float32, np.int64, np.bool_, lambda number: np.array([number])])
+@pytest.mark.parametrize("use", [float, format, pickle.dumps])
+def test_numbers_of_every_kind_are_refused_if_they_differ(kind, use):
+    """A checkpoint with them could not be loaded. Copies of a module, which callbacks make, have them, too."""
+    module = copy.deepcopy(after_steps(kind))
     with pytest.raises(StrategyError, match="seen was assigned in a step and is 0 in replica 0, 1 in replica 1"):
-        use(copy.deepcopy(module).seen)
+        use(module.seen)
+
+
+@pytest.mark.parametrize(
+    "kind", [str, lambda number: np.array(str(number)), lambda number: torch.tensor([number, number])]
+)
+def test_other_attributes_have_the_values_of_the_last_replica_in_hooks(kind):
+    assert str(after_steps(kind).seen) == str(kind(1))
 
 
 class Masked(Line):
