@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from strategies.errors import StrategyError
+
+_OPTIMIZED = re.compile(r"prim::(DifferentiableGraph|\w*Group)")
 
 
 def stop_profiling(module: torch.nn.Module) -> None:
@@ -16,21 +20,22 @@ def stop_profiling(module: torch.nn.Module) -> None:
     Raises:
         StrategyError: If the executor has already optimized a part of the module.
     """
-    was_on = torch._C._jit_set_profiling_mode(False)  # there is no public switch for all threads
-    optimized = [name for name, one in module.named_modules() if was_on and _is_optimized(one)]
+    torch._C._jit_set_profiling_mode(False)  # there is no public switch for all threads
+    optimized = [name for name, one in module.named_modules() if _is_optimized(one)]
     if optimized:
         raise StrategyError(
-            f"{optimized[0] or 'the module'} is scripted and was called before, so PyTorch has optimized it, and its "
-            "bits depend on the number of calls; make the Trainer or DistributedModel before the first call, or call "
-            "the module inside torch.jit.optimized_execution(False)"
+            f"{optimized[0] or 'the module'} is scripted and was called before, or another module with the same code "
+            "was, so PyTorch has optimized it, and its bits depend on the number of calls; make the Trainer or "
+            "DistributedModel before the first call, or call the module inside torch.jit.optimized_execution(False)"
         )
 
 
 def _is_optimized(module: torch.nn.Module) -> bool:
+    """Return whether a module has code of the executor with other bits: own derivatives, or fused operations."""
     if not isinstance(module, torch.jit.ScriptModule):
         return False
     try:
-        module._c.get_debug_state()
+        plans = module._c.get_debug_state().execution_plans
     except RuntimeError:  # "optimized_plan_ INTERNAL ASSERT FAILED": there is none
         return False
-    return True
+    return any(_OPTIMIZED.search(str(plan.graph)) for plan in plans.values())

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import NoReturn, final
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 from torchmetrics import Metric
@@ -21,7 +23,9 @@ _OTHERS = frozenset((*vars(torch.nn.Module()), *vars(pl.LightningModule()), "for
 
 @final
 class ReplicaNumbers:
-    """The numbers that an attribute has in the replicas of an instance, where no replica runs. Calculations raise.
+    """The numbers that an attribute has in the replicas of an instance, where no replica runs.
+
+    Calculations raise, and so does pickling: a checkpoint would have numbers that nobody can load.
 
     Args:
         name: The names of the module and the attribute.
@@ -29,14 +33,10 @@ class ReplicaNumbers:
     """
 
     def __init__(self, name: str, of: Mapping[int, Tree]) -> None:
-        self._name, self._of = name, dict(of)
-
-    def items(self) -> Iterator[tuple[int, Tree]]:
-        """Return an iterator over the global indices of replicas and their numbers."""
-        return iter(self._of.items())
+        self._name, self._of = name, {replica: _float_of(one) for replica, one in of.items()}
 
     def _refuse(self, *others: object) -> NoReturn:
-        numbers = ", ".join(f"{float(one):g} in replica {replica}" for replica, one in self.items())
+        numbers = ", ".join(f"{one:g} in replica {replica}" for replica, one in self._of.items())
         raise StrategyError(
             f"{self._name} was assigned in a step and is {numbers}, so outside of steps it has no value; log it in the "
             "step with self.log, use a metric of torchmetrics, or start one instance per replica"
@@ -44,8 +44,12 @@ class ReplicaNumbers:
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _refuse
     __neg__ = __abs__ = __float__ = __int__ = __index__ = __bool__ = __round__ = __format__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = item = detach = cpu = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __reduce__ = item = detach = cpu = _refuse
     __hash__ = object.__hash__
+
+    def __deepcopy__(self, known: object) -> ReplicaNumbers:
+        """Return the object itself: callbacks copy modules."""
+        return self
 
 
 @dataclass
@@ -121,8 +125,20 @@ class AttributeStates:
 
 
 def _differ(of: Mapping[int, Tree]) -> bool:
-    """Return whether the values of replicas are numbers, or tensors of one element, and differ."""
+    """Return whether the values of replicas are numbers, or arrays of one element, and differ."""
     values = list(of.values())
-    if not all(isinstance(one, int | float) or (isinstance(one, torch.Tensor) and one.numel() == 1) for one in values):
-        return False
-    return any(bool(one != values[0]) for one in values[1:])
+    return all(map(_is_number, values)) and any(bool(one != values[0]) for one in values[1:])
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    if isinstance(value, np.ndarray):
+        return value.size == 1 and value.dtype.kind in "biuf"
+    return isinstance(value, Real | np.bool_)
+
+
+def _float_of(number: Tree) -> float:
+    if isinstance(number, torch.Tensor):
+        number = number.detach()
+    return float(number.item() if isinstance(number, torch.Tensor | np.ndarray) else number)

@@ -3,12 +3,15 @@
 # ruff: noqa: E402 - nothing may be imported before the skip
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 
 import pytest
 
 pl = pytest.importorskip("pytorch_lightning", reason="PyTorch Lightning is not installed")
 
+import numpy as np
 import torch
 from lightning_fabric.utilities.rank_zero import rank_zero_only as of_fabric
 from lightning_modules import ROWS, Noisy, Regression, bits, fitted, loader, rows_of, trainer_of
@@ -22,6 +25,7 @@ import strategies.torch
 from collectives import CollectiveError
 from strategies import DisagreementError, StrategyError
 from strategies.torch.lightning import PopDistLightningStrategy
+from strategies.torch.lightning.attribute_states import AttributeStates
 from strategies.torch.lightning.replica_loader import Deal
 
 pytestmark = pytest.mark.filterwarnings(
@@ -201,6 +205,37 @@ def test_numbers_that_differ_between_replicas_have_no_value_in_hooks(on_instance
     module = Line()
     expected = module.loss(rows_of(24).tensors).item()
     assert same(on_instances(2, 2, validate)) == pytest.approx(expected, rel=1e-5)
+
+
+def after_steps(kind):
+    """Return a module after steps of two replicas, which have assigned an attribute of a kind."""
+    module = Line()
+    states = AttributeStates(module)
+    for replica in range(2):
+        with states.of(replica):
+            module.seen = kind(replica)
+    return module
+
+
+def loss_of(number):
+    return torch.tensor(float(number), requires_grad=True) * 1
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", [float, loss_of, np.float32, np.int64, np.bool_, lambda number: np.array([number])])
+@pytest.mark.parametrize("use", [float, format, pickle.dumps])
+def test_numbers_of_every_kind_are_refused_if_they_differ(kind, use):
+    """A checkpoint with them could not be loaded. Copies of a module, which callbacks make, have them, too."""
+    module = copy.deepcopy(after_steps(kind))
+    with pytest.raises(StrategyError, match="seen was assigned in a step and is 0 in replica 0, 1 in replica 1"):
+        use(module.seen)
+
+
+@pytest.mark.parametrize(
+    "kind", [str, lambda number: np.array(str(number)), lambda number: torch.tensor([number, number])]
+)
+def test_other_attributes_have_the_values_of_the_last_replica_in_hooks(kind):
+    assert str(after_steps(kind).seen) == str(kind(1))
 
 
 class Masked(Line):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import OrderedDict
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -227,13 +228,39 @@ class TestScriptedModules:
 
         assert train(0) == train(3)
 
+    def called(self, times, context=nullcontext):
+        """Return a new module that was called before PyTorch's profiling executor was turned off."""
+
+        class Own(nn.Module):  # scripted modules of one class share their code, and what PyTorch knows about it
+            def __init__(self):
+                super().__init__()
+                torch.manual_seed(1)
+                self.inner, self.outer = nn.Linear(64, 6), nn.Linear(6, 5)
+
+            def forward(self, x):
+                return self.outer(torch.tanh(self.inner(torch.flatten(x, 1))))
+
+        with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+            given = torch.jit.script(Own())
+        torch._C._jit_set_profiling_mode(True)  # as in a new process
+        with context():
+            for _ in range(times):
+                given(rows()["x"])
+        return given
+
     def test_a_module_that_pytorch_has_optimized_is_refused(self):
-        given = scripted()
-        torch._C._jit_set_profiling_mode(True)  # as in a new process; the trainer turns it off
-        for _ in range(3):
-            given(rows()["x"])
-        with pytest.raises(StrategyError, match="make the Trainer or DistributedModel before the first call"):
-            new_trainer(given)
+        given = self.called(times=3)
+        for _ in range(2):  # also if another trainer has turned the executor off
+            with pytest.raises(StrategyError, match="make the Trainer or DistributedModel before the first call"):
+                new_trainer(given)
+
+    @pytest.mark.parametrize(("times", "context"), [(1, nullcontext), (3, torch.no_grad)])
+    def test_calls_that_pytorch_has_not_optimized_change_no_bits(self, times, context):
+        """PyTorch optimizes in the second call; without gradients on a CPU, the operations stay the same."""
+        trainers = [new_trainer(self.called(times, context)), new_trainer(self.called(0))]
+        for trainer in trainers:
+            trainer.step(rows())
+        assert bits_of(trainers[0].module) == bits_of(trainers[1].module)
 
 
 class TestHooksOfParameters:

@@ -6,43 +6,26 @@ import functools
 
 import pytest
 import torch
+from kept_rows import KeptRows
 from token_losses import LR, STEPS, alone, data, loss_fn, mean_over_tokens, new_model, part_of
 from torch import nn
 from torch_modules import distributed
 
 import strategies
 import strategies.torch
-from strategies.sinks.sink import Sink
 
 REPLICAS = 4
 
 
-class Rows(Sink):
-    """A sink that keeps the numbers and distributions of its rows."""
-
-    name = "rows:here"
-
-    def __init__(self):
-        self.found = []
-
-    def open(self, goes_on):
-        pass
-
-    def write(self, rows):
-        for row in rows:
-            distributions = {name: each.told for name, each in row.distributions.items()}
-            self.found.append((row.step, dict(row.values), distributions))
-
-    def close(self):
-        pass
-
-
-def rows_of(strategy, train, **looks):
+def rows_of(strategy, train):
     """Return the rows that the sinks get from a training; those of the first instance, which writes."""
-    rows = Rows()
-    with strategies.metrics.open(rows, strategy=strategy, **({"norms_every": 1, "histograms_every": 2} | looks)):
+    kept = KeptRows()
+    with strategies.metrics.open(kept, strategy=strategy, norms_every=1, histograms_every=2):
         train(strategy)
-    return rows.found
+    return [
+        (row.step, values, {name: each.told for name, each in row.distributions.items()})
+        for row, values in zip(kept.rows, kept.values, strict=True)
+    ]
 
 
 def in_turns(strategy):
