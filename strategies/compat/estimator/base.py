@@ -183,7 +183,7 @@ class Estimator(ABC):
             _call([*listeners, *hooks], "begin")
             while (end is None or run.step < end) and (begun := next(batches, None)) is not None:
                 losses, before = [], run.step
-                if any(asked is not None for asked in _call(hooks, "before_run", context)):
+                if any(one is not None for one in _call(hooks, "before_run", context)):
                     raise NotImplementedError("before_run asks for values; read loss and global_step in after_run")
                 for batch in itertools.chain([begun], itertools.islice(batches, each // count - 1)):
                     run.state, metrics = run.trainer.step(run.state, _with_step(batch, before))
