@@ -124,7 +124,9 @@ class PassWeights:
 
     def _is_as_seen(self, parameter: torch.nn.Parameter) -> bool:
         seen, now = self._seen.get(id(parameter)), parameter.grad
-        return now is None if seen is None else now is not None and now is seen[0]() and now._version == seen[1]
+        if seen is None or now is None:
+            return seen is None and now is None
+        return now._version == seen[1] and now is seen[0]()
 
 
 def has_gradient(parameter: torch.nn.Parameter) -> bool:

@@ -156,7 +156,7 @@ class _Planned(BatchSampler):
         self.now: list[_Units] = []
 
     @override
-    def __iter__(self) -> Iterator[_Units]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[_Units]:  # type: ignore[override, unused-ignore]
         return iter(self.now)
 
     @override
@@ -256,7 +256,7 @@ class DealtLoader(ReplicaLoader):
             if chosen:
                 units = chosen if self._has_rows else cast(list[object], chosen[0])
                 planned.append(_Units(units, self._seed_of(replica, epoch, again, step)))
-        loader.batch_sampler.now = planned  # type: ignore[union-attr]
+        loader.batch_sampler.now = planned  # type: ignore[union-attr, unused-ignore]
         loader.generator.manual_seed(seed_of(self._seed, replica, epoch, _OF_WORKERS + again))
         return iter(loader)
 
@@ -338,7 +338,7 @@ class CutLoader(ReplicaLoader):
             self._source.restore(Position.from_dict({**position, "epoch": epoch, "step": start}))
             yield from self._source.epoch(epoch)
             return
-        self._source.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        self._source.sampler.set_epoch(epoch)  # type: ignore[attr-defined, unused-ignore]
         for number, batch in enumerate(self._source):
             if number >= start:
                 yield batch
@@ -361,7 +361,7 @@ def dealt(loader: object, strategy: Strategy, seed: int, *, is_training: bool, i
     has_ours = isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler)
     if is_ours or has_ours:
         _refuse_cut(loader, is_training)
-        return CutLoader(loader, strategy)  # type: ignore[arg-type]
+        return CutLoader(loader, strategy)  # type: ignore[arg-type, unused-ignore]
     if not isinstance(loader, DataLoader):
         raise StrategyError(
             f"a {type(loader).__name__} cannot be dealt to replicas; give Lightning a torch.utils.data.DataLoader of a "
@@ -390,7 +390,7 @@ def _refuse_cut(loader: object, is_training: bool) -> None:
                 "in place of gradient_accumulation_count, and remainder='drop'"
             )
     elif isinstance(loader, DataLoader):
-        expected = loader.sampler.instance_batch_size  # type: ignore[attr-defined]
+        expected = loader.sampler.instance_batch_size  # type: ignore[attr-defined, unused-ignore]
         if loader.batch_size != expected:
             raise StrategyError(
                 f"the DataLoader has batch_size={loader.batch_size}, but its DistributedSampler gives this instance "

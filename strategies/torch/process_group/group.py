@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         ScatterOptions,
     )
 
-    Reducing = AllreduceOptions | ReduceOptions | ReduceScatterOptions
+    Reducing: TypeAlias = AllreduceOptions | ReduceOptions | ReduceScatterOptions
 
     class RankedGroup:
         """The methods of ProcessGroup that are used; its stubs also declare overloads that nothing here calls."""
@@ -100,7 +100,7 @@ class PopDistProcessGroup(RankedGroup):
     # While PyTorch 2.15 registers the group, it attaches a flight recorder if there are devices, which needs C++.
     @property
     def _device_types(self) -> list[torch.device]:
-        is_registered = self in distributed_c10d._world.pg_map  # type: ignore[comparison-overlap]  # see RankedGroup
+        is_registered = self in distributed_c10d._world.pg_map  # type: ignore[comparison-overlap, unused-ignore]  # see RankedGroup
         return [torch.device("cpu")] if is_registered else []
 
     def _get_backend(self, device: torch.device) -> PopDistProcessGroup:
@@ -440,7 +440,7 @@ _PREPOSITIONS = {"send": "to", "recv": "from"}
 
 
 def _op_of(opts: Reducing | None, tensor: torch.Tensor) -> str:
-    op: str = "SUM" if opts is None else opts.reduceOp.op.name  # type: ignore[attr-defined]  # the stub lacks it
+    op: str = "SUM" if opts is None else opts.reduceOp.op.name  # type: ignore[attr-defined, unused-ignore]  # the stub lacks it
     return arrays.checked_op(op, tensor.dtype)
 
 

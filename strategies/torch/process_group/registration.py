@@ -71,7 +71,7 @@ def meet(url: str, timeout: timedelta | None = None, **_: object) -> Iterator[tu
     Raises:
         LifeCycleError: The program has given another rank or number of ranks than the launcher.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is imported under a condition
+    from torch.distributed import TCPStore  # type: ignore[attr-defined, unused-ignore]  # it is imported under a condition
 
     timeout = timeout or dist.constants.default_pg_timeout
     everybody = _everybody()
