@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from functools import cache
 
@@ -13,7 +12,7 @@ from poprun.cli.settings import note_without_effect, warn_of_deprecated, warn_of
 from poprun.cli.wording import USUAL_COLUMNS, columns_of
 from poprun.launch.launch import Launch, build_command
 from poprun.launch.plan import plan_launch
-from poprun.launch.program import check_sinks, check_user, check_word, quote_words, warn_of_hidden
+from poprun.launch.program import check_sinks, check_word, quote_words, warn_of_hidden
 
 TYPE_CHECKING = False  # replaces `typing.TYPE_CHECKING`: `typing` takes too long to load before mpirun starts
 if TYPE_CHECKING:
@@ -49,8 +48,6 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     log = Log(Level.TRACE if settings.debug else level_from(settings.verbosity, environ))
     if not settings.host and settings.hostfile is None:
         check_word(settings.program[0], environ)
-    if not settings.dry_run:
-        check_user(settings, os.geteuid(), environ)
     if fault := fault_of_level(environ):
         log.warn(fault)
     if "export-config" in line.values:

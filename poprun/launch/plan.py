@@ -6,6 +6,7 @@ launch otherwise.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -20,7 +21,7 @@ from poprun.hosts.hosts import Host, check_hosts, parse_hostfile, parse_hosts, r
 from poprun.hosts.this_machine import Core, is_this_machine, usable_cores
 from poprun.launch.launch import Launch
 from poprun.launch.placement import place_instances
-from poprun.launch.program import check_program, check_working_directory, find_mpirun, home_variables
+from poprun.launch.program import check_program, check_user, check_working_directory, find_mpirun, home_variables
 from poprun.launch.transports import loopback_variables, transport_variables
 from poprun.launch.variables import extra_variables, meeting_point, sums_setting
 
@@ -71,6 +72,8 @@ def plan_launch(
     if any(is_here):  # other hosts have their own copy of the program
         check_program(settings.program[0], environ)
     devices = _devices(settings)
+    if not settings.dry_run:
+        check_user(settings, os.geteuid(), environ)  # not before: the message is of no use if a word is wrong
     cores: dict[str, Sequence[Core]] = dict.fromkeys((host.name for host in hosts), usable_cores())
     names = tuple(name for name in FORWARDED if name in environ)
     remote = None
