@@ -12,6 +12,7 @@ from poprun.cli.log import Level
 from poprun.cli.wording import count, list_ranges
 from poprun.ipc.facts import Ending, EndKind, Facts, JobEnd, Loss, Verdict, signal_name
 from poprun.supervisor.job_events import Action, CleanUp, Deed, DeedKind, Finish, Say
+from poprun.supervisor.signals import PASSED_ON
 
 MOST_LINES = 15
 SAME_MOMENT_S = 0.05
@@ -327,7 +328,7 @@ def _ended_by_itself(facts: Sequence[Facts]) -> int | None:
 
 def _is_orderly(ending: Ending) -> bool:
     """Return whether a program ended with 128 + a signal, as `strategies.Checkpoints` and many batch programs do."""
-    return ending.kind is EndKind.EXIT and ending.number - 128 in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    return ending.kind is EndKind.EXIT and ending.number - 128 in (signal.SIGTERM, signal.SIGINT, *PASSED_ON)
 
 
 def describe_failure(blamed: Facts, facts: Sequence[Facts]) -> str:
@@ -431,6 +432,8 @@ _FAR_LINES = 20
 """An exception followed by more lines than this did not end the program."""
 
 _FRAMES = ("Traceback (most recent call last):", '  File "')
+_TRACE = re.compile(rb"^(Traceback \(most recent call last\):|Exception ignored in)", re.MULTILINE)
+_LONGEST_TRACE_BYTES = 1 << 18
 _EXCEPTION = re.compile(r"[^\W\d][\w.]*(: .*)?")
 
 
@@ -461,6 +464,32 @@ class LastLines:
         if exception := find_exception(lines):
             return f"{who}: {_cut(exception)} ({status})"
         return f"{who} ({status}), which wrote last: {_cut(lines[-1])}" if lines and ending is not None else ""
+
+
+class InterruptedTraces:
+    """The tracebacks that instances write after Ctrl-C: those of KeyboardInterrupt are not shown.
+
+    From the first traceback on, an instance's standard error is held back until the instance has ended.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, bytes] = {}
+
+    def take(self, instance: int, data: bytes) -> bytes:
+        """Take standard error of an instance, and return the part to show now."""
+        if instance in self._held:
+            self._held[instance] += data
+            return self.release(instance) if len(self._held[instance]) > _LONGEST_TRACE_BYTES else b""
+        if begin := _TRACE.search(data):
+            self._held[instance] = data[begin.start() :]
+        return data[: begin.start()] if begin else data
+
+    def release(self, instance: int) -> bytes:
+        """Return what was held back for an instance; nothing if its last exception is a KeyboardInterrupt."""
+        held = self._held.pop(instance, b"")
+        # the traceback of a callback of XLA ends with `KeyboardInterrupt:`, inside of another error's text
+        exceptions = [line for each in _lines_of(held) if _EXCEPTION.fullmatch(line := each.removesuffix(":"))]
+        return b"" if exceptions and exceptions[-1].startswith(KeyboardInterrupt.__name__) else held
 
 
 def find_exception(lines: Sequence[str]) -> str:

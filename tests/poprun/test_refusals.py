@@ -64,7 +64,7 @@ def test_an_invalid_call_is_refused_in_one_line_with_status_2(refusal, words, me
         (["echo"], "mpirun does not run as root unless told to"),
     ],
 )
-def test_what_was_typed_is_refused_before_the_user_is(refusal, monkeypatch, words, message):
+def test_wrong_words_are_refused_before_the_user_is(refusal, monkeypatch, words, message):
     for name in ROOT_VARIABLES:
         monkeypatch.delenv(name)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
