@@ -105,6 +105,8 @@ def _comment(line: CommandLine, launch: Launch, environ: Mapping[str, str], log:
     settings, leaves_this_machine = launch.settings, launch.leaves_this_machine
     for text in warn_of_deprecated(line.values):
         log.warn(text)
+    if launch.crowding:
+        log.warn(launch.crowding)
     for text in warn_of_hidden(settings.program, environ):
         log.warn(text)
     for text in warn_of_output(settings.mpi.words):

@@ -75,6 +75,7 @@ def plan_launch(
     if not settings.dry_run:
         check_user(settings, os.geteuid(), environ)  # not before: the message is of no use if a word is wrong
     cores: dict[str, Sequence[Core]] = dict.fromkeys((host.name for host in hosts), usable_cores())
+    known = {host.name: cores[host.name] for host in hosts if host.is_this_machine}
     names = tuple(name for name in FORWARDED if name in environ)
     remote = None
     if not all(is_here):
@@ -84,8 +85,9 @@ def plan_launch(
             _refuse_ssh(settings, allocation)
         if not is_prepared:
             prepare_hosts(hosts, settings, environ, log or Log())
-        remote, known = find_remote(hosts, settings, mpirun, allocation, environ)
-        cores |= known
+        remote, found = find_remote(hosts, settings, mpirun, allocation, environ)
+        known |= found
+        cores |= found
         names += tuple(name for name in forwarded_names(environ) if name not in names)
     sums = sums_setting(settings, environ)
     here = remote.address if remote is not None else ""
@@ -104,6 +106,7 @@ def plan_launch(
         | dict(allocation.variables if allocation is not None else ())
         | (transport_variables(settings.mpi.words, environ) if len(hosts) == 1 else {})
         | (loopback_variables(settings.mpi.words, environ) if remote is None else {}),
+        cores={host: len(each) for host, each in known.items()},
     )
 
 

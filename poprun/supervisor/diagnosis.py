@@ -335,7 +335,7 @@ def describe_failure(blamed: Facts, facts: Sequence[Facts]) -> str:
     """Return a line about an instance that has failed or ended too early."""
     how = "left the program" if blamed.ending is None else blamed.ending.describe()
     if not blamed.is_gone:
-        place = _describe_place(blamed)
+        place = _describe_place(blamed) if len(facts) > 1 else _describe_step(blamed)
         if place and blamed.ending is not None and blamed.ending.kind is EndKind.LOST:
             place = f"; last heard of {place.lstrip(', ')}"  # the last report may be old
         return f"{blamed.name} {how}{place}"
@@ -368,10 +368,14 @@ def _describe_place(each: Facts) -> str:
         return ""
     if record.is_joining:
         return " in popdist.init"
-    step = f" in step {record.step}" if record.step else ""
+    step = _describe_step(each)
     if record.is_inside:
         return f"{step}, inside collective {record.number}, {record.label}"
     return f"{step}, after collective {record.number}, {record.label}" if record.number else step
+
+
+def _describe_step(each: Facts) -> str:
+    return f" in step {each.record.step}" if each.record.step else ""
 
 
 def _describe_others(facts: Sequence[Facts], blamed: int) -> list[str]:
@@ -450,9 +454,10 @@ class LastLines:
     def describe_cause(self, verdict: Verdict, facts: Sequence[Facts]) -> str:
         """Describe the instance to blame and its last error in one line, to be shown after all other output.
 
-        The text is empty if there is only one instance, if a signal ended it, or if it has written no error.
+        The text is empty if a signal ended the instance, or if it has written no error. If the job has only one
+        instance, its last line stands above anyway, so only an exception is described.
         """
-        if verdict.instance is None or len(facts) < 2:
+        if verdict.instance is None:
             return ""
         blamed = facts[verdict.instance]
         lines = _lines_of(self._ends.get(blamed.index, b""))
@@ -463,7 +468,8 @@ class LastLines:
             return ""
         if exception := find_exception(lines):
             return f"{who}: {_cut(exception)} ({status})"
-        return f"{who} ({status}), which wrote last: {_cut(lines[-1])}" if lines and ending is not None else ""
+        is_telling = lines and ending is not None and len(facts) > 1
+        return f"{who} ({status}), which wrote last: {_cut(lines[-1])}" if is_telling else ""
 
 
 class InterruptedTraces:
