@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 
-from popdist.environments.poprun import TOKEN_VARIABLE
+from popdist.environments.poprun import LEFT_OUT_VARIABLE, TOKEN_VARIABLE
 from poprun.cli.command_line import CommandLine, read_command_line, settings_from
 from poprun.cli.log import Level, Log, fault_of_level, level_from, show
 from poprun.cli.settings import note_without_effect, warn_of_deprecated, warn_of_output
@@ -55,6 +56,8 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
 
         check_export(line)
     launch = plan_launch(settings, environ, log)
+    if "num-replicas" not in line.values and settings.num_instances > 1:
+        launch = replace(launch, extra={**launch.extra, LEFT_OUT_VARIABLE: "1"})
     _comment(line, launch, environ, log)
     if "export-config" in line.values:
         log.info(f"wrote the options in effect to {export_config(line)}")
