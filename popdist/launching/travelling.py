@@ -19,6 +19,7 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING
 
 from popdist.errors import LaunchError
+from popdist.extras import install_command
 from popdist.launching.channel import Part
 
 if TYPE_CHECKING:
@@ -57,8 +58,7 @@ def _cloudpickle() -> ModuleType:
         import cloudpickle
     except ImportError:
         raise LaunchError(
-            "popdist.launch needs cloudpickle, which is not installed; "
-            "install it with `pip install 'popdist-everywhere[notebook]'`"
+            f"popdist.launch needs cloudpickle, which is not installed; run {install_command('notebook')}"
         ) from None
     module: ModuleType = cloudpickle
     return module
