@@ -436,7 +436,12 @@ _FAR_LINES = 20
 """An exception followed by more lines than this did not end the program."""
 
 _FRAMES = ("Traceback (most recent call last):", '  File "')
-_TRACE = re.compile(rb"^(Traceback \(most recent call last\):|Exception ignored in)", re.MULTILINE)
+_TRACE = re.compile(
+    rb"^(.*Traceback \(most recent call last\):|Exception ignored in|terminate called after throwing)", re.MULTILINE
+)
+_HANDLING = b"During handling of the above exception"
+"""The line above an exception that the program's own reaction to the interrupt has raised."""
+_OF_JAX = (b"--------------------", b"For simplicity, JAX has removed")
 _LONGEST_TRACE_BYTES = 1 << 18
 _EXCEPTION = re.compile(r"[^\W\d][\w.]*(: .*)?")
 
@@ -473,9 +478,10 @@ class LastLines:
 
 
 class InterruptedTraces:
-    """The tracebacks that instances write after Ctrl-C: those of KeyboardInterrupt are not shown.
+    """The tracebacks that instances write after Ctrl-C: those that follow from it are not shown.
 
-    From the first traceback on, an instance's standard error is held back until the instance has ended.
+    From the first traceback on, an instance's standard error is held back until the instance has ended. A library may
+    raise another exception from KeyboardInterrupt, for example while it is imported, or in a callback of XLA.
     """
 
     def __init__(self) -> None:
@@ -491,11 +497,13 @@ class InterruptedTraces:
         return data[: begin.start()] if begin else data
 
     def release(self, instance: int) -> bytes:
-        """Return what was held back for an instance; nothing if its last exception is a KeyboardInterrupt."""
-        held = self._held.pop(instance, b"")
-        # the traceback of a callback of XLA ends with `KeyboardInterrupt:`, inside of another error's text
-        exceptions = [line for each in _lines_of(held) if _EXCEPTION.fullmatch(line := each.removesuffix(":"))]
-        return b"" if exceptions and exceptions[-1].startswith(KeyboardInterrupt.__name__) else held
+        """Return what was held back for an instance, without the tracebacks if they follow from the interrupt."""
+        lines = self._held.pop(instance, b"").splitlines(keepends=True)
+        interrupts = [number for number, line in enumerate(lines) if line.startswith(b"KeyboardInterrupt")]
+        is_wanted = not interrupts or any(line.startswith(_HANDLING) for line in lines[interrupts[-1] :])
+        indented = [number for number, line in enumerate(lines) if line.startswith((b" ", b"\t"))]
+        begin = 0 if is_wanted else max([*interrupts, *(number + 1 for number in indented)]) + 1
+        return b"".join(line for line in lines[begin:] if is_wanted or not line.startswith(_OF_JAX))
 
 
 def find_exception(lines: Sequence[str]) -> str:

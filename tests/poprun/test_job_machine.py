@@ -740,9 +740,10 @@ class TestOutputAfterAFailure:
 TRACE = b'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n'
 NESTED = TRACE + b"jax.errors.JaxRuntimeError: INTERNAL: CpuCallback error calling callback: " + TRACE
 FILTERED = b"--------------------\nFor simplicity, JAX has removed its internal frames from the traceback.\n"
-FULL_DISK = (
-    TRACE + b"KeyboardInterrupt\n\nDuring handling of it, another one occurred:\n\n" + TRACE + b"OSError: full\n"
-)
+OF_IMPORT = b"KeyboardInterrupt\nImportError: failed\n\nThe above exception was the direct cause of the following:\n\n"
+OF_C = b"terminate called after throwing an instance of 'nanobind::python_error'\n  what():  " + TRACE
+HANDLING = b"KeyboardInterrupt\n\nDuring handling of the above exception, another exception occurred:\n\n"
+FULL_DISK = TRACE + HANDLING + TRACE + b"OSError: full\n"
 
 
 class TestTracebacksAfterCtrlC:
@@ -756,12 +757,22 @@ class TestTracebacksAfterCtrlC:
         script.run()
         return b"".join(each.data for each in script.all_of(OutputPiece) if each.descriptor == 2)
 
-    @pytest.mark.parametrize("trace", [TRACE + b"KeyboardInterrupt\n", NESTED + b"KeyboardInterrupt: \n" + FILTERED])
-    @pytest.mark.parametrize("before", [b"", b"saved step 3\n"])
+    @pytest.mark.parametrize(
+        "trace",
+        [
+            TRACE + b"KeyboardInterrupt\n",
+            NESTED + b"KeyboardInterrupt: \n" + FILTERED,
+            TRACE + OF_IMPORT + TRACE + b"ImportError: failed\n",
+            OF_C + b"KeyboardInterrupt: \n",
+            b"Exception ignored in: <function f>\n" + TRACE + b"KeyboardInterrupt\n",
+        ],
+        ids=["plain", "callback", "import", "C++", "ignored"],
+    )
+    @pytest.mark.parametrize("around", [b"", b"saved step 3\n"])
     @pytest.mark.parametrize("ends", [True, False])
-    def test_a_traceback_of_the_interrupt_is_not_shown(self, trace, before, ends):
-        assert self.shown([before + trace], ends=ends) == before
-        assert self.shown([before, *trace.splitlines(keepends=True)], ends=ends) == before
+    def test_tracebacks_that_follow_from_the_interrupt_are_not_shown(self, trace, around, ends):
+        assert self.shown([around + trace + around], ends=ends) == 2 * around
+        assert self.shown([around, *trace.splitlines(keepends=True), around], ends=ends) == 2 * around
 
     @pytest.mark.parametrize("ends", [True, False])
     @pytest.mark.parametrize("text", [FULL_DISK, TRACE + b"ValueError: 3\n", b"step 4\n", TRACE + b"Other\n" * 99999])
