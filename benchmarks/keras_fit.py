@@ -63,7 +63,7 @@ def measure_one(rounds: int, steps: int) -> dict[str, list[float]]:
 
     import strategies
 
-    strategy = strategies.IPUStrategy(num_replicas=1)
+    strategy = strategies.LocalStrategy(num_replicas=1)
     x, y = data(BATCH_SIZE * steps)
     stock = build(keras)
     with strategy.scope():
