@@ -193,7 +193,7 @@ def main() -> None:
             print(json.dumps(measured), flush=True)
         return
     if find_spec("keras") is None:
-        raise SystemExit("Keras is not installed; run: pip install '.[keras]'")
+        raise SystemExit("Keras is not installed; run: pip install -e '.[keras]'")
     machine = Machine()
     os.environ.update(environment(KERAS_BACKEND="jax"))
     program = [__file__, f"--rounds={arguments.rounds}", f"--steps={arguments.steps}"]
