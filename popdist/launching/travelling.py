@@ -19,7 +19,6 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING
 
 from popdist.errors import LaunchError
-from popdist.extras import install_command
 from popdist.launching.channel import Part
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def _cloudpickle() -> ModuleType:
         import cloudpickle
     except ImportError:
         raise LaunchError(
-            f"popdist.launch needs cloudpickle, which is not installed; run {install_command('notebook')}"
+            "popdist.launch needs cloudpickle, which is not installed; install it with `pip install cloudpickle`"
         ) from None
     module: ModuleType = cloudpickle
     return module

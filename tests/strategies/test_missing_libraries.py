@@ -4,8 +4,6 @@ import sys
 
 import pytest
 
-from popdist.extras import install_command
-
 
 @pytest.mark.parametrize(
     ("room", "module", "text"),
@@ -22,5 +20,5 @@ def test_the_error_without_a_library_names_the_extra(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ModuleNotFoundError) as caught:
         __import__(room)
-    assert str(caught.value).startswith(f"{text}, which is not installed; run {install_command(module)}")
+    assert str(caught.value).startswith(f"{text}, which is not installed; run pip install -e '.[{module}]' in a ")
     assert caught.value.name == module
