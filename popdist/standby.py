@@ -145,7 +145,8 @@ def separated(data: Bytes) -> list[Bytes]:
     Raises:
         ValueError: The lengths in the message do not fit its size.
     """
-    entries, at = [], 0
+    entries: list[Bytes] = []
+    at = 0
     while at < len(data):
         begin = at + 8
         at = begin + int.from_bytes(data[at:begin], "little")

@@ -1,6 +1,6 @@
 """The entries of the journal as bytes: a description in JSON, then the bytes of each array.
 
-Entries come from other processes, so reading one runs no code of the sender, and takes memory in proportion to its size.
+Entries come from other processes. Reading one runs no code of the sender, and takes memory in proportion to its size.
 """
 
 from __future__ import annotations

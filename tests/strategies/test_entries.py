@@ -52,7 +52,7 @@ VALUES = {
     "floats that JSON lacks": [float("inf"), float("-inf"), float("nan"), nan_with(77)],
     "texts": ["", "loss/\N{GREEK SMALL LETTER ALPHA}\0\n", "\ud800", '["array"]'],
     "nested": [(), [], {}, ([(1,)], [[]]), {"list": ["tuple", {"a": (1.0, None)}]}],
-    "keys": [{1: "one", "1": "text", (2, None): [3], True: 2, 2.5: 0}, {"b": 1, "a": 2}],
+    "keys": [{1: "one", "1": "text", (2, None): [3], 2.5: 0, False: 2}, {"b": 1, "a": 2}],
     "scalars of NumPy": [np.float32(0.1), np.float64(-0.0), np.int8(-3), np.uint64(2**64 - 1), np.bool_(True)],
     "narrow scalars": [ml_dtypes.bfloat16(1.5), np.float16("nan"), ml_dtypes.float8_e4m3fn(2), ml_dtypes.int4(-8)],
     "arrays": [np.arange(6.0).reshape(2, 3), np.array([], np.int32), np.zeros((0, 5, 2)), np.array([[True]])],
