@@ -8,20 +8,17 @@ from __future__ import annotations
 import json
 import math
 import struct
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import ml_dtypes
 import numpy as np
 
-import strategies.trees as trees
 from collectives.arrays import MOVABLE
 from collectives.calls import MOST_OF_PEERS, foreign
 from popdist.standby import joined, separated
 from strategies.errors import SpareError
-from strategies.late_jax import is_jax_array, jnp
-from strategies.trees import ShapeOfArray
 from strategies.typing import Tree
 
 DEEPEST = 64
@@ -33,6 +30,20 @@ _WRITE = json.JSONEncoder(check_circular=False, allow_nan=False, separators=(","
 _FLOAT = struct.Struct(">d")
 
 
+class Nodes(Protocol):
+    """The values of other classes, such as nodes of pytrees, which travel as a name and parts."""
+
+    def apart(self, value: Tree) -> tuple[str, Sequence[Tree]] | None:
+        """Return a name for the class of a value, and its parts; None if the value cannot be taken apart."""
+
+    def together(self, name: str, parts: Sequence[Tree]) -> Tree:
+        """Return the value with the name and parts of `apart`. Both come from another process.
+
+        Raises:
+            ValueError: There is no such class, or the parts do not fit it.
+        """
+
+
 @dataclass(frozen=True)
 class Entry:
     """An entry of the journal.
@@ -41,8 +52,8 @@ class Entry:
         kind: The kind of the operation.
         done: `InstanceProgress.done` after it.
         passes: `InstanceProgress.passes` after it.
-        value: The result: None, a bool, a number, a text, an array of NumPy or JAX, a `ShapeOfArray`, or a node of
-            pytrees or a dictionary of these. The class of a node has a name in a module.
+        value: The result: None, a bool, a number, a text, an array or a scalar of NumPy, or a list, a tuple, a
+            dictionary or a node of these.
         obstacle: The reason why the operation cannot be replayed, or "".
     """
 
@@ -52,7 +63,7 @@ class Entry:
     value: Tree = None
     obstacle: str = ""
 
-    def encode(self) -> bytes:
+    def encode(self, nodes: Nodes) -> bytes:
         """Encode the entry.
 
         Raises:
@@ -60,18 +71,18 @@ class Entry:
             ValueError: An integer has too many digits.
         """
         arrays: list[bytes] = []
-        head = [self.kind, self.done, self.passes, self.obstacle, _described(self.value, arrays, 0)]
+        head = [self.kind, self.done, self.passes, self.obstacle, _described(self.value, arrays, nodes, 0)]
         return joined([_WRITE(head).encode(), *arrays])
 
     @classmethod
-    def decode(cls, data: bytes) -> Entry:
+    def decode(cls, data: bytes, nodes: Nodes) -> Entry:
         """Decode an entry that another process has sent. Arrays, numbers and classes are those that were encoded.
 
         Raises:
             SpareError: The entry is damaged.
         """
         try:
-            return _decoded(memoryview(data))
+            return _decoded(memoryview(data), nodes)
         except (ValueError, TypeError, RecursionError, struct.error) as error:
             raise SpareError(
                 f"an entry of the journal is damaged: {foreign(str(error), MOST_OF_PEERS)}. The job goes on without "
@@ -82,7 +93,7 @@ class Entry:
 # ---- writing
 
 
-def _described(value: Tree, arrays: list[bytes], depth: int) -> object:
+def _described(value: Tree, arrays: list[bytes], nodes: Nodes, depth: int) -> object:
     """Return a description of a value for JSON, and append the bytes of its arrays."""
     kind = type(value)
     if value is None or kind is str or kind is int or kind is bool:
@@ -91,24 +102,22 @@ def _described(value: Tree, arrays: list[bytes], depth: int) -> object:
         return value if math.isfinite(value) else ["float", _FLOAT.pack(value).hex()]
     if kind is np.ndarray or isinstance(value, np.generic):
         return _described_array(value, "array" if kind is np.ndarray else "scalar", arrays)
-    if kind is ShapeOfArray:
-        return ["shape", _name_of(value.dtype), list(value.shape)]
-    if is_jax_array(value):
-        if value.weak_type:
-            raise TypeError("a weakly typed array of JAX cannot be sent; give it a dtype")
-        return _described_array(np.asarray(value), "jax", arrays)
     if depth == DEEPEST:
         raise TypeError(f"it has more than {DEEPEST} levels (DEEPEST)")
+    head: list[str]
+    parts: Sequence[Tree]
     if kind is dict:
-        return ["dict", *[_described(part, arrays, depth + 1) for item in value.items() for part in item]]
-    if kind is tuple or kind is list:
-        return [kind.__name__, *[_described(part, arrays, depth + 1) for part in value]]
-    node = trees.node_of(value)
-    name = f"{kind.__module__}:{kind.__qualname__}"
-    if node is None or _class_of(name) is not kind:
-        raise TypeError(f"a value of {name} cannot be sent; use numbers, arrays, or a node of pytrees of a module")
-    meta, children = node
-    return ["node", name, *[_described(part, arrays, depth + 1) for part in (meta, *children)]]
+        head, parts = ["dict"], [part for item in value.items() for part in item]
+    elif kind is tuple or kind is list:
+        head, parts = [kind.__name__], value
+    elif (found := nodes.apart(value)) is not None:
+        head, parts = ["node", found[0]], found[1]
+    else:
+        raise TypeError(
+            f"a value of {kind.__module__}.{kind.__qualname__} cannot be sent; use numbers, arrays, or a node of "
+            "pytrees whose class has a name in its module"
+        )
+    return [*head, *[_described(part, arrays, nodes, depth + 1) for part in parts]]
 
 
 def _described_array(array: np.ndarray | np.generic, tag: str, arrays: list[bytes]) -> object:
@@ -128,21 +137,20 @@ def _name_of(dtype: np.dtype) -> str:
 # ---- reading
 
 
-def _decoded(data: memoryview) -> Entry:
+def _decoded(data: memoryview, nodes: Nodes) -> Entry:
     head, *arrays = separated(data)
-    described = json.loads(head.tobytes())
-    match described:
-        case [str(kind), int(done), int(passes), str(obstacle), value]:
-            remaining = iter(arrays)
-            entry = Entry(kind, done, passes, _value_of(value, remaining, 0), foreign(obstacle, MOST_OF_PEERS))
+    remaining = iter(arrays)
+    match json.loads(head.tobytes()):
+        case [str(kind), int(done), int(passes), str(obstacle), described]:
+            value = _value_of(described, remaining, nodes, 0)
         case _:
             raise ValueError("its description is not [kind, done, passes, obstacle, value]")
     if next(remaining, None) is not None:
         raise ValueError("it has more arrays than its description")
-    return entry
+    return Entry(kind, done, passes, value, foreign(obstacle, MOST_OF_PEERS))
 
 
-def _value_of(described: object, arrays: Iterator[memoryview], depth: int) -> Tree:
+def _value_of(described: object, arrays: Iterator[memoryview], nodes: Nodes, depth: int) -> Tree:
     if described is None or isinstance(described, str | int | float):  # True and False are integers
         return described
     if depth > DEEPEST:
@@ -150,34 +158,19 @@ def _value_of(described: object, arrays: Iterator[memoryview], depth: int) -> Tr
     match described:
         case ["float", str(bits)]:
             return _FLOAT.unpack(bytes.fromhex(bits))[0]
-        case ["shape", str(dtype), list(shape)]:
-            return ShapeOfArray(_shape_of(shape), _dtype_of(dtype))
-        case ["array" | "scalar" | "jax" as tag, str(dtype), list(shape), bool(is_turned)]:
+        case ["array" | "scalar" as tag, str(dtype), list(shape), bool(is_turned)]:
             array = _array_of(_dtype_of(dtype), _shape_of(shape), is_turned, next(arrays, memoryview(b"")))
-            return jnp.asarray(array) if tag == "jax" else array if tag == "array" else array[()]
+            return array if tag == "array" else array[()]
+        case ["node", str(name), *parts]:
+            return nodes.together(name, [_value_of(part, arrays, nodes, depth + 1) for part in parts])
         case ["list" | "tuple" | "dict" as tag, *parts]:
-            values = [_value_of(part, arrays, depth + 1) for part in parts]
+            values = [_value_of(part, arrays, nodes, depth + 1) for part in parts]
             if tag == "dict":
                 return dict(zip(values[::2], values[1::2], strict=True))
             return values if tag == "list" else tuple(values)
-        case ["node", str(name), *parts]:
-            kind = _class_of(name)
-            if kind is None:
-                raise ValueError(f"this program has no class {name}")
-            meta, *children = [_value_of(part, arrays, depth + 1) for part in parts]
-            return trees.node_from(kind, meta, children)
         case [str(tag), *_]:
             raise ValueError(f"its value has a part of the unknown form {tag!r}")
     raise ValueError(f"its value has a part without a form, a {type(described).__name__}")
-
-
-def _class_of(name: str) -> type | None:
-    """Return the class of a name such as `strategies.jax.evaluation.mean:Mean`; nothing is imported for it."""
-    module, _, path = name.partition(":")
-    found: object = sys.modules.get(module)
-    for part in path.split("."):
-        found = getattr(found, "__dict__", {}).get(part)  # attributes of lazy modules would import others
-    return found if isinstance(found, type) else None
 
 
 def _dtype_of(name: str) -> np.dtype:

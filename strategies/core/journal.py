@@ -14,7 +14,7 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from collectives import PeerLostError
-from strategies.core.entries import Entry
+from strategies.core.entries import Entry, Nodes
 from strategies.errors import SpareError
 from strategies.typing import Tree
 
@@ -164,13 +164,13 @@ def _nothing() -> object:
     return None
 
 
-def _encode(kind: str, done: int, passes: int, read: Callable[[], object], obstacle: str) -> bytes:
+def _encode(nodes: Nodes, kind: str, done: int, passes: int, read: Callable[[], object], obstacle: str) -> bytes:
     if not obstacle:
         try:
-            return Entry(kind, done, passes, read()).encode()
+            return Entry(kind, done, passes, read()).encode(nodes)
         except Exception as error:
             obstacle = f"its result cannot be kept: {type(error).__name__}: {error}"
-    return Entry(kind, done, passes, None, obstacle).encode()
+    return Entry(kind, done, passes, None, obstacle).encode(nodes)
 
 
 def _unpacked(recorded: Recorded[T], entry: Entry) -> T:
@@ -196,6 +196,7 @@ class Journal:
     Args:
         member: This instance's membership.
         progress: This instance's progress.
+        nodes: The classes of results, besides those of Python and NumPy.
 
     Attributes:
         is_kept: Whether operations are recorded or replayed at all.
@@ -204,12 +205,13 @@ class Journal:
         carriers: The holders of states that joining instances get, in the order of their construction.
     """
 
-    def __init__(self, member: JournalMember, progress: InstanceProgress) -> None:
+    def __init__(self, member: JournalMember, progress: InstanceProgress, nodes: Nodes) -> None:
         self.is_kept = member.keeps_journal or member.is_spare
         self.is_joining = self.has_joined = False
         self.carriers: list[StateCarrier] = []
         self._member = member
         self._progress = progress
+        self._nodes = nodes
         self._is_inside = False
         self._held: Callable[[], bytes] | None = None
         self._next: Entry | None = None  # read, and not yet replayed
@@ -297,7 +299,7 @@ class Journal:
         progress = self._progress
         progress.entries += 1
         self.flush()
-        self._held = partial(_encode, kind, progress.done, progress.passes, read, obstacle)
+        self._held = partial(_encode, self._nodes, kind, progress.done, progress.passes, read, obstacle)
 
     def flush(self) -> None:
         """Publish the entry of the last operation, before the members change."""
@@ -343,7 +345,7 @@ class Journal:
             if data is None:
                 self.is_joining = self.has_joined = True
                 return None
-            self._next = Entry.decode(data)
+            self._next = Entry.decode(data, self._nodes)
         return self._next
 
     def wait_for_values(self, join: Callable[[], object]) -> None:

@@ -12,6 +12,7 @@ import strategies
 import strategies.trees as trees
 from strategies.core.journal import BecameSpareError, InstanceProgress, Journal, Recorded
 from strategies.errors import SpareError
+from strategies.jax.replicas.entry_nodes import TreeNodes
 from strategies.placeholders import (
     ENTRY_LIMIT,
     Placeholder,
@@ -66,7 +67,7 @@ def number(kind="count"):
 
 def journal_of(member):
     progress = InstanceProgress()
-    return Journal(member, progress), progress
+    return Journal(member, progress, TreeNodes()), progress
 
 
 def recorded(*bodies, kind="count"):
@@ -143,7 +144,7 @@ class TestSparesThatCannotFollow:
 
     def test_a_result_that_cannot_be_encoded_is_refused_on_the_spare_only(self):
         journal, _ = journal_of(Member(recorded(lambda: lambda: None)))
-        with pytest.raises(SpareError, match="its result cannot be kept: TypeError: .* builtins:function"):
+        with pytest.raises(SpareError, match="its result cannot be kept: TypeError: .* builtins.function"):
             journal.perform(number(), refuse)
 
     def test_an_entry_runs_no_code_of_its_sender(self):
