@@ -25,7 +25,8 @@ DEEPEST = 64
 """The most levels of lists, dictionaries and other nodes in a value."""
 
 _NARROW = [kind for kind in vars(ml_dtypes).values() if isinstance(kind, type) and issubclass(kind, np.generic)]
-_DTYPES = {dtype.name: dtype for dtype in map(np.dtype, (*MOVABLE, np.complex64, np.complex128, *_NARROW))}
+_NAMES = {dtype: dtype.name for dtype in map(np.dtype, (*MOVABLE, np.complex64, np.complex128, *_NARROW))}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _WRITE = json.JSONEncoder(check_circular=False, allow_nan=False, separators=(",", ":")).encode
 _FLOAT = struct.Struct(">d")
 
@@ -128,10 +129,9 @@ def _described_array(array: np.ndarray | np.generic, tag: str, arrays: list[byte
 
 
 def _name_of(dtype: np.dtype) -> str:
-    name = str(dtype)
-    if _DTYPES.get(name) != dtype:
-        raise TypeError(f"an array of {name} cannot be sent; use an array of numbers")
-    return name
+    if dtype not in _NAMES:
+        raise TypeError(f"an array of {dtype} cannot be sent; use an array of numbers")
+    return _NAMES[dtype]
 
 
 # ---- reading
