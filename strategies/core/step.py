@@ -288,20 +288,21 @@ class StepLoop(Generic[State, Pending]):
 
     def _packed(self, done: _Done[State]) -> Callable[[], object]:
         if isinstance(done, UnappliedStepError):
-            return partial(_Unapplied.of, done)
+            return partial(asdict, _Unapplied.of(done))
         state, metrics = done
         names, means = metrics.names, metrics.means
         if isinstance(means, np.ndarray):
             means = means[: len(names)].copy()  # without the values behind them
         return partial(_told, state.step, names, means, self.notice.is_agreed)
 
-    def _replayed(self, told: _Unapplied | tuple[int, tuple[str, ...], np.ndarray, bool]) -> _Done[State]:
+    def _replayed(self, told: dict[str, str] | tuple[int, tuple[str, ...], np.ndarray, bool]) -> _Done[State]:
         """Return the result of a step of the others."""
         assert self._before is not None
-        if isinstance(told, _Unapplied):
+        if isinstance(told, dict):
+            refusal = _Unapplied(**told)
             self.carrier.note(self._before)
-            self._members.done_so_far.share = partial(self._share_refusal, told)
-            return told.error
+            self._members.done_so_far.share = partial(self._share_refusal, refusal)
+            return refusal.error
         step, names, means, is_agreed = told
         metrics = self.metrics = Metrics(names, means)
         self.notice.agree(float(is_agreed))
