@@ -39,6 +39,7 @@ from strategies.torch.agreement import (
     lines_of_function,
     lines_of_module,
     lines_of_optimizer,
+    members_of_groups,
     settings_differ,
     settings_in_words,
 )
@@ -239,6 +240,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
                 "the loss function": lines_of_function(self._loss_fn),
                 "the update": lines_of_optimizer(training.optimizer),
                 "map_gradient": lines_of_function(self._options.map_gradient),
+                **members_of_groups(training.module, training.optimizer, training.update.wholes),
             }
             local = len(replicas.local_replicas)
             shapes = trees.map(lambda leaf: _shape_for_one(leaf, local), batch)
@@ -366,7 +368,9 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         plan = exchange.plan
         tail, means, are_bad, has_weight = self._received(exchange, pending.scale, local.runs)
         if settings_differ(*tail.settings):
-            insist_on_agreement(self._replicas, [settings_in_words(training.module, training.optimizer)])
+            insist_on_agreement(
+                self._replicas, settings_in_words(training.module, training.optimizer, training.update.wholes)
+            )
         if not tail.has_gradient.any():
             raise StrategyError(
                 "no parameter of the module has a gradient, so the step would train nothing; compute the loss with the "

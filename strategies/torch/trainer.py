@@ -19,6 +19,7 @@ from strategies.core.step import StepLoop, StepRules
 from strategies.data.every_row import every_row
 from strategies.jax.replicas.replicas import Replicas
 from strategies.strategy import Strategy
+from strategies.torch.agreement import agree_on_order
 from strategies.torch.engine import TorchEngine, flipped
 from strategies.torch.evaluation import MeansOfRows, OutputsOfRows
 from strategies.torch.memory import keep_freed_memory
@@ -55,7 +56,8 @@ class Trainer:
     parameters. Gradients are averaged over all replicas in a fixed order. The optimizer makes one step per instance.
     Parameters, buffers and optimizer state have the same bits on every instance, and for every number of instances.
 
-    The constructor is a collective call: all instances begin with the parameters and buffers of instance 0.
+    The constructor is a collective call: all instances begin with the parameters and buffers of instance 0, and put the
+    parts of the module in its order. The optimizer numbers its state, so its order must be the same everywhere.
 
     Args:
         strategy: The strategy whose replicas train.
@@ -105,6 +107,7 @@ class Trainer:
         self.seed = seed
         self._strategy = strategy
         replicas = strategy.replicas
+        agree_on_order(replicas, module)
         sharding = settings.replicated_optimizer_state_sharding
         update = (
             ShardedTorchUpdate(replicas, optimizer, settings.min_elements_for_sharding)
