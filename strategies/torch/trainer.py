@@ -19,7 +19,7 @@ from strategies.core.step import StepLoop, StepRules
 from strategies.data.every_row import every_row
 from strategies.jax.replicas.replicas import Replicas
 from strategies.strategy import Strategy
-from strategies.torch.agreement import agree_on_order
+from strategies.torch.agreement import agree_on_order, members_of_groups
 from strategies.torch.engine import TorchEngine, flipped
 from strategies.torch.evaluation import MeansOfRows, OutputsOfRows
 from strategies.torch.memory import keep_freed_memory
@@ -271,6 +271,13 @@ class Trainer:
         restored = checkpoints.restore(state, other_replicas=other_replicas)
         if restored is not state:
             self._engine.restore(restored)
+
+    @property
+    def order(self) -> Sequence[str]:
+        """The names of the parameters, in the order in which the optimizer, and residuals of int8, number them."""
+        groups = members_of_groups(self.module, self.optimizer, self._training.update.wholes)
+        residuals = self.module.named_parameters() if self._options.transfer.is_quantised else ()
+        return [*(name for members in groups.values() for name in members), *(name for name, _ in residuals)]
 
     @property
     def is_sharded(self) -> bool:
