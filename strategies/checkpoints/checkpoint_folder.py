@@ -75,7 +75,7 @@ class SavedTraining:
         packing: Place of each array.
         metrics: Metrics of this state, given by the program.
         extra: The program's own values, in a form that JSON can write.
-        order: The names of the parameters, in the order in which the optimizer numbers their state; empty if names tell.
+        order: The names of the parameters, in the order in which an optimizer numbers their state; empty if none does.
     """
 
     step: int

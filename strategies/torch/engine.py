@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from strategies.core.agreement import broadcast_text, insist_on_agreement
 from strategies.core.digest import insist_on_same_bits
 from strategies.core.distributions import Layers
 from strategies.core.engine import Arrived, Buffers, Engine
-from strategies.core.gathering import replicas_where
+from strategies.core.gathering import gather_arrays, replicas_where
 from strategies.core.rows import Begun, EvaluationTask
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
 from strategies.core.weights import is_weighted
@@ -433,10 +432,12 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         """
         if weight is None:
             return [scale], True
-        who = partial(
-            replicas_where, self._replicas, [math.isnan(run.weight or 0) for run in runs], "who has a bad weight"
-        )
-        if is_weighted(weight, self._training.step, self._options.zero_weight, who):
+
+        def of_replicas() -> list[float]:
+            local = [[np.array(run.weight or 0.0)] for run in runs]
+            return [float(one) for [one] in gather_arrays(self._replicas, local, "weights of the replicas")]
+
+        if is_weighted(weight, self._training.step, self._options.zero_weight, of_replicas):
             return [scale, weight], True
         return [scale], False
 

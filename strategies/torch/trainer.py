@@ -119,7 +119,7 @@ class Trainer:
         self._loss_fn = loss_fn
         self._engine = TorchEngine(replicas, self._training, loss_fn, settings, recorder is not None)
         self._options = settings
-        rules = StepRules(settings.digest_every, settings.own_part, flipped, rows_of)
+        rules = StepRules(settings.digest_every, settings.check_numerics, settings.own_part, flipped, rows_of)
         self._loop = StepLoop(replicas, self._engine, rules, settings.scaling, recorder)
         self._evaluator = Evaluator(replicas, self._engine, every_row, rules.own_part, self._loop.carrier)
         self._loop.start(lambda: self._engine.share(self._training, 0), lambda: self._training)
