@@ -42,6 +42,7 @@ from strategies.torch.agreement import (
     settings_differ,
     settings_in_words,
 )
+from strategies.torch.collated import CollatedBatch
 from strategies.torch.evaluation import TorchRows
 from strategies.torch.gradient_exchange import (
     GradientExchange,
@@ -198,8 +199,11 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             count = 0 if path is None else path.spread.size
             local = LocalReplicas(self._replicas, memory, self._loss_fn, self._options, count)
             self._local = local
-        tensors = [leaf for leaf in trees.leaves(batch) if isinstance(leaf, torch.Tensor)]
-        key = tuple((leaf.dtype, leaf.shape) for leaf in tensors)
+        key = tuple(
+            (leaf.dtype, leaf.shape if isinstance(leaf, torch.Tensor) else None)  # parts have any shapes
+            for leaf in trees.leaves(batch)
+            if isinstance(leaf, torch.Tensor | CollatedBatch)
+        )
         if key not in local.agreed:
             self._agree(given, batch)
             local.agreed.add(key)
@@ -345,7 +349,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         local, training = self._replicas.local_replicas, self._training
         if local.start:
             return None
-        part = parts_of(batch, len(local))[0]
+        part = parts_of(batch, len(local), self._options.gradient_accumulation_count)[0]
         memory, options = training.memory_of_replicas, self._options
         expected = expected_of(memory, self._loss_fn, part, training.step, scale, options)
         return None if expected is None else Comparison(expected)
