@@ -169,7 +169,7 @@ def test_a_script_gets_results_and_exceptions_of_its_own_classes(tmp_path):
     assert "the result of the function, a lock, cannot be pickled" in said["nothing_to_send"][1]
     assert said["leave"][::2] == ["LaunchError", 3]
     assert said["leave"][1] == "the function has ended with SystemExit: 3"
-    assert said["give_up"] == ["LaunchError", "the function has ended with __main__.GivenUp: no hope", 1]
+    assert said["give_up"] == ["LaunchError", "the function has ended with GivenUp: no hope", 1]
     assert said["fail"][::2] == ["LaunchError", 2]
     assert "replicas must divide evenly" in said["fail"][1]
 
