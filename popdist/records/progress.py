@@ -129,7 +129,7 @@ class ProgressRecord:
         state: Activity of the instance.
         since_s: Begin of that activity, on the host's `time.monotonic` clock.
         waiting_for: Instances for which it has waited long.
-        grace_s: Time that it may take to end after SIGTERM, because it has something to save.
+        grace_s: Time that it may take to end after SIGTERM or SIGINT, because it has something to save.
         heeded: Number of lost instances in the supervisor's last release that the instance has seen; 0: none.
         phase: Phase of the step, one of `PHASES`.
         made: Steps made, and their results.
@@ -275,7 +275,7 @@ class Progress(ABC):
 
     @abstractmethod
     def grace(self, seconds: float) -> None:
-        """Note how long the program may take to end by itself after SIGTERM; 0: the usual time."""
+        """Note how long the program may take to end by itself after SIGTERM or SIGINT; 0: the usual time."""
 
     @abstractmethod
     def leaving(self) -> None:

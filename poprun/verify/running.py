@@ -23,7 +23,6 @@ from poprun.errors import PopRunError, UsageError
 from poprun.hosts.hosts import Host
 from poprun.launch.launch import Launch
 from poprun.launch.plan import find_hosts, plan_launch
-from poprun.launch.program import check_user
 from poprun.launch.variables import HASH_SEED
 from poprun.monitor.watching import watch_nothing
 from poprun.supervisor.job import run_job
@@ -144,7 +143,6 @@ def plan_run(asked: VerifyRequest, run: Run, environ: Mapping[str, str]) -> Laun
         PopRunError: If the run is impossible.
     """
     settings = settings_of(asked, run, environ)
-    check_user(settings, os.geteuid(), environ)
     launch = plan_launch(settings, environ)
     if launch.leaves_this_machine and asked.record_dir is None:
         raise UsageError(

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from popdist.extras import describe_missing
 from strategies.late_names import late_names
 from strategies.quick_imports import without_collections
 
@@ -9,13 +10,9 @@ try:
     with without_collections():
         import torch  # noqa: F401
 except ModuleNotFoundError as error:
-    if error.name != "torch":
-        raise
-    raise ModuleNotFoundError(
-        "strategies.torch needs PyTorch, which is not installed; run pip install -e '.[torch]' in a checkout of the "
-        "project (PyTorch without CUDA: see torch.md)",
-        name="torch",
-    ) from None
+    if text := describe_missing(error, __name__):
+        raise ModuleNotFoundError(text, name=error.name) from None
+    raise
 
 from strategies.torch.process_group.registration import register
 
