@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 from collections.abc import Iterator, Mapping
@@ -90,3 +91,19 @@ def _prepare(opened: socket.socket, is_loopback: bool) -> None:
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     elif is_loopback:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, LOOPBACK.encode())
+
+
+_FINALIZED = 5  # OMPI_MPI_STATE_FINALIZE_COMPLETED of Open MPI 5.0
+
+
+def look_finalized(library: str) -> None:
+    """Let MPI look finalized in this process, a forked child whose parent goes on using MPI.
+
+    mpi4py finalizes MPI at the very end of Python, unless the program has set `mpi4py.rc.finalize` before its first
+    import. A child would wait there for ever, on connections of its parent. Other MPI libraries are left as they are.
+
+    Args:
+        library: Path of a loaded library that is linked with MPI.
+    """
+    with suppress(OSError, ValueError):  # ValueError: the library has no such variable
+        ctypes.c_int32.in_dll(ctypes.CDLL(library), "ompi_mpi_state").value = _FINALIZED

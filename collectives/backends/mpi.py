@@ -12,11 +12,12 @@ from dataclasses import replace
 import numpy as np
 from typing_extensions import override
 
+from collectives import forks
 from collectives.agreement import LEAST_INLINE_BYTES
 from collectives.communicator import Communicator
 from collectives.errors import CollectiveError, MissingBackendError, PeerLostError
 from collectives.factory import RankGroup, Settings, assemble, refuse_other_networks
-from collectives.open_mpi import open_mpi_prepared
+from collectives.open_mpi import look_finalized, open_mpi_prepared
 from collectives.plans.spread import host_numbers
 from collectives.point_to_point.link import LANES, Link, Sizes, Transfer
 
@@ -29,6 +30,17 @@ except (ImportError, RuntimeError) as error:
     ) from error
 
 logger = logging.getLogger(__name__)
+
+
+class _Runtime:
+    """MPI itself, as this process has started it."""
+
+    def disown(self) -> None:
+        look_finalized(MPI.__file__)
+
+
+_runtime = _Runtime()
+forks.keep_from_children(_runtime)
 
 _CHANNELS = 2  # one for synchronous collectives, one for named collectives
 _SUBGROUP_TAG = 7  # a tag that no lane of a channel uses

@@ -276,8 +276,14 @@ class Replicas:
 
     @property
     def communicator(self) -> Communicator:
-        """The communicator of the instances that are left."""
-        return self._membership.communicator
+        """The communicator of the instances that are left.
+
+        Raises:
+            ForkedProcessError: This process is a forked child of the instance.
+        """
+        communicator = self._membership.communicator
+        communicator.refuse_in_child()
+        return communicator
 
     @property
     def instruments(self) -> Instruments:
