@@ -281,9 +281,12 @@ class Replicas:
         Raises:
             ForkedProcessError: This process is a forked child of the instance.
         """
-        communicator = self._membership.communicator
-        communicator.refuse_in_child()
-        return communicator
+        self.refuse_in_child()
+        return self._membership.communicator
+
+    def refuse_in_child(self) -> None:
+        """Raise `ForkedProcessError` in a forked child of the instance, which lacks JAX's threads as well."""
+        self._membership.communicator.refuse_in_child()
 
     @property
     def instruments(self) -> Instruments:
@@ -325,10 +328,11 @@ class Replicas:
 
         def attempt() -> bool:
             nonlocal is_done
+            communicator = self.communicator
             if self.is_chief and not is_done:
                 function()
                 is_done = True
-            self.communicator.barrier(name="duty of the chief")
+            communicator.barrier(name="duty of the chief")
             return True
 
         recorded = Recorded[bool]("duty of the chief", lambda done: bool, lambda told: True)
