@@ -25,7 +25,6 @@ from collectives.requests import Carried, Preparations, Request, Result
 from collectives.transport import Prepared, Transport
 from collectives.waiting import Limits, Watch
 
-
 _ENDS = (ClosedError, ForkedProcessError)
 """Why a communicator has nothing to release."""
 

@@ -8,11 +8,10 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 
-from mpi4py import MPI  # before popdist, so that mpi4py would finalize MPI at the end of Python
-
 import numpy as np
 import torch
 import torch.distributed as dist
+from mpi4py import MPI  # before popdist, so that mpi4py would finalize MPI at the end of Python
 from torch.utils.data import DataLoader, Dataset
 
 import popdist
