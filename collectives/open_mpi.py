@@ -97,7 +97,7 @@ _FINALIZED = 5  # OMPI_MPI_STATE_FINALIZE_COMPLETED of Open MPI 5.0
 
 
 def look_finalized(library: str) -> None:
-    """Let MPI look finalized in this process, a forked child whose parent goes on using MPI.
+    """Let MPI look finalized at the end of this process, a forked child whose parent goes on using MPI.
 
     mpi4py finalizes MPI at the very end of Python, unless the program has set `mpi4py.rc.finalize` before its first
     import. A child would wait there for ever, on connections of its parent. Other MPI libraries are left as they are.

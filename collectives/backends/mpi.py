@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import weakref
@@ -36,7 +37,7 @@ class _Runtime:
     """MPI itself, as this process has started it."""
 
     def disown(self) -> None:
-        look_finalized(MPI.__file__)
+        atexit.register(look_finalized, MPI.__file__)  # until then a child may ask for its parent's rank
 
 
 _runtime = _Runtime()

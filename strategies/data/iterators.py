@@ -233,6 +233,7 @@ class _Worker(Generic[T]):
         self._is_finished = False
         self._is_stopped = False
         self._changed = threading.Condition()
+        self._made_in = forks.generation
         self._thread = threading.Thread(target=self._produce, name="dataset-prefetch", daemon=True)
 
     @property
@@ -250,6 +251,8 @@ class _Worker(Generic[T]):
             raise self._error
 
     def stop(self) -> None:
+        if self._made_in != forks.generation:
+            return  # the thread is the parent's, and may have held the lock
         with self._changed:
             if self._is_stopped:  # at exit the generator is collected after modules have been emptied
                 return
