@@ -225,8 +225,9 @@ class StepLoop(Generic[State, Pending]):
             return self._made(state, batch)
         journal = self._members.journal
         if journal.replays:
+            instruments = self._members.instruments  # a forked child is refused before it rehearses
             self._rehearse(batch)
-            self._members.instruments.step_begins(state.step)
+            instruments.step_begins(state.step)
         self._before = state
         done = journal.perform(self._recorded, partial(self._carried, state, batch))
         self._before = None

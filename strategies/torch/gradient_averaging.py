@@ -193,6 +193,7 @@ class GradientAveraging:
         return self.loop.syncs and parameter in self._hooks
 
     def _enter(self) -> ModelPass:
+        self._communicator.refuse_in_child()
         running = self.passes.enter()
         found = next((one for one in running.passes if one.model is self), None)
         if found is None:
