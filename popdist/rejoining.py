@@ -37,10 +37,14 @@ def is_waiting() -> bool:
     return process.workers_go_on and process.alone is not None and bool(_grpc().is_waiting(process.alone))
 
 
-def may_join() -> None:
-    """Tell the other workers that this one, which was started again, has read the journal to its end."""
+def may_join(has_read: int) -> None:
+    """Tell the other workers how many entries this one has read, if it was started again, and that no others are here.
+
+    Args:
+        has_read: The number of entries.
+    """
     if is_waiting():
-        _grpc().may_join(process.alone)
+        _grpc().may_join(process.alone, has_read)
 
 
 def has_joined() -> bool:
@@ -75,6 +79,21 @@ def feed() -> None:
         _feeding = link, Feeding(link, {1: 0})
     if _feeding is not None:
         _feeding[1].pass_on(journal)
+
+
+def begin(may_change: bool) -> None:
+    """Begin an operation of the active workers; let a worker join that has read all entries that were passed on.
+
+    Args:
+        may_change: Whether the members may change in this operation and in the one before, in which others may still be.
+    """
+    communicator = process.communicator
+    if communicator is None or communicator.link is None:
+        return
+    grpc = _grpc()
+    grpc.have_joined(communicator)
+    if may_change and _feeding is not None and (entries := _feeding[1].passed_on(1)):
+        grpc.let_join(communicator, entries)
 
 
 def end() -> None:

@@ -23,6 +23,18 @@ def keeps_journal() -> bool:
     return process.journal is not None
 
 
+def may_change(is_so: bool, was_so: bool) -> None:
+    """Note whether this instance is in an operation that can be repeated, so that the members may change in it.
+
+    Args:
+        is_so: Whether it is in one.
+        was_so: Whether it begins one, and the operation before could be repeated as well.
+    """
+    process.progress.heeds_wishes(is_so)
+    if is_so and process.workers_go_on:
+        rejoining.begin(was_so)
+
+
 def publish(entry: Callable[[], bytes]) -> None:
     """Keep the result of an operation for spares; every active instance calls this, in the same order.
 
@@ -63,15 +75,16 @@ def next_entry() -> bytes | None:
 
 def _has_to_join(journal: KeptJournal) -> bool:
     """Sleep until the journal has another entry; return whether this spare has been chosen instead."""
-    if journal.read == len(journal.entries) and not process.is_ready:
-        process.is_ready = True
-        process.progress.catches_up()
-        rejoining.may_join()
     while journal.read == len(journal.entries):
         if process.is_chosen:
             return True
-        if not has_news():
-            time.sleep(SLEEP_S)
+        if has_news():
+            continue
+        if not process.is_ready:
+            process.is_ready = True
+            process.progress.catches_up()
+        rejoining.may_join(journal.read)
+        time.sleep(SLEEP_S)
     return False
 
 

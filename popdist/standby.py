@@ -206,6 +206,10 @@ class Feeding:
         self._known = known
         self._transfers: dict[int, list[Transfer]] = {rank: [] for rank in known}
 
+    def passed_on(self, rank: int) -> int:
+        """Return the number of entries that a spare has got or will get; 0 if it is lost."""
+        return self._known.get(rank, 0)
+
     def pass_on(self, journal: KeptJournal) -> None:
         """Send new entries to every spare, without waiting. A spare that is lost gets nothing more."""
         journal.encode()

@@ -78,8 +78,13 @@ class JournalMember(Protocol):
     def keeps_journal(self) -> bool:
         """Whether other instances may join later, so that the results of all operations are kept for them."""
 
-    def may_change(self, is_so: bool) -> None:
-        """Note whether this instance is in an operation that can be repeated, so that the members may change in it."""
+    def may_change(self, is_so: bool, was_so: bool = False) -> None:
+        """Note whether this instance is in an operation that can be repeated, so that the members may change in it.
+
+        Args:
+            is_so: Whether it is in one.
+            was_so: Whether it begins one, and the operation before could be repeated as well: others may still be in it.
+        """
 
     def publish(self, entry: Callable[[], bytes]) -> None:
         """Keep the result of an operation for instances that join later; every active instance calls this.
@@ -109,7 +114,7 @@ class NoJournal(JournalMember):
     is_spare = False
     keeps_journal = False
 
-    def may_change(self, is_so: bool) -> None:
+    def may_change(self, is_so: bool, was_so: bool = False) -> None:
         """Do nothing."""
 
     def publish(self, entry: Callable[[], bytes]) -> None:
@@ -217,7 +222,7 @@ class Journal:
         self.carriers: list[StateCarrier] = []
         self._member = member
         self._progress = progress
-        self._is_inside = False
+        self._is_inside = self._is_repeatable = False  # the latter: whether the last operation is
         self._held: Callable[[], bytes] | None = None
         self._next: _Entry | None = None  # read, and not yet replayed
 
@@ -255,7 +260,8 @@ class Journal:
                         "take its place"
                     )
             self._is_inside = True  # without a context manager, because each step comes here
-            self._member.may_change(survives)
+            self._member.may_change(survives, self._is_repeatable)
+            self._is_repeatable = survives
             try:
                 done = body()
             except BecameSpareError:
@@ -279,6 +285,7 @@ class Journal:
         """
         if not self.is_kept or self._is_inside:
             return
+        self._is_repeatable = False
         if self._replayed(kind) is None and not self.is_joining:
             self.record(kind, obstacle="spares do not have its results")
 
