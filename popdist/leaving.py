@@ -136,7 +136,7 @@ def _end_with_who_is_left() -> None:
     from collectives import BrokenError, ClosedError, PeerLostError
 
     process.progress.leaving()
-    if process.workers_go_on and process.role is Role.ACTIVE:
+    if process.workers_go_on:
         rejoining.end()
     while True:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ from popdist.standby import Fed, Feeding, KeptJournal
 if TYPE_CHECKING:
     from collectives import Communicator
     from collectives.point_to_point.link import Link
+
+logger = logging.getLogger(__name__)
 
 _feeding: tuple[Link, Feeding] | None = None
 
@@ -97,8 +100,13 @@ def begin(may_change: bool) -> None:
 
 
 def end() -> None:
-    """Tell a worker that still waits to join that the job ends."""
-    if process.journal is not None:
+    """Tell a worker that still waits to join that the job ends; on that worker, tell the user."""
+    if is_waiting():
+        logger.warning(
+            "the others have finished before this worker had caught up with them, so it has not joined; it can only "
+            "catch up if the work of the program between two steps is short"
+        )
+    elif process.journal is not None and process.role is Role.ACTIVE:
         feed()
         if _feeding is not None:
             _feeding[1].end(process.journal)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from popdist import rejoining
 from popdist.errors import LifeCycleError
@@ -67,10 +68,20 @@ def next_entry() -> bytes | None:
     if journal is None or not is_spare():
         raise LifeCycleError("only a spare reads the journal of the other instances")
     with process.looking:
+        _take_what_has_come(journal)
         if _has_to_join(journal):
             return None
         journal.read += 1
         return journal.entries[journal.read - 1]
+
+
+def _take_what_has_come(journal: KeptJournal) -> None:
+    """Add the entries that have come to the journal, also while there are others to read: nobody keeps them for us."""
+    from collectives import PeerLostError
+
+    with suppress(PeerLostError):  # `has_news` meets it again when the program has read everything
+        while process.fed is not None and process.fed.take(journal):
+            pass
 
 
 def _has_to_join(journal: KeptJournal) -> bool:

@@ -82,6 +82,7 @@ def test_the_others_make_steps_while_workers_replay_and_are_killed_on_their_way(
         slow = cluster.start(VICTIM, "hold", "replaying")
         slow.wait_for("comes to replaying")
         cluster.make_steps(2)
+        assert not any(worker.containing("has joined again") for worker in cluster.staying)
         slow.tell("go on")
         cluster.make_steps(3)
         slow.kill()
