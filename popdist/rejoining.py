@@ -31,6 +31,7 @@ def take_place(communicator: Communicator) -> None:
     assert communicator.beside is not None
     count = process.instance.count
     process.role, process.is_ready, process.alone = Role.SPARE, False, communicator
+    process.lacks_values = True
     process.fed = Fed(communicator.beside, 0)
     process.instance = process.instance.renumbered(count - 1, count)  # never that of the chief
 

@@ -36,6 +36,12 @@ def may_change(is_so: bool, was_so: bool) -> None:
         rejoining.begin(was_so)
 
 
+def takes_values() -> None:
+    """Note that this process, which was a spare, has got the variables of the others."""
+    process.lacks_values = False
+    process.progress.takes_values()
+
+
 def publish(entry: Callable[[], bytes]) -> None:
     """Keep the result of an operation for spares; every active instance calls this, in the same order.
 

@@ -20,6 +20,7 @@ from popdist.records.progress import Role
 if TYPE_CHECKING:
     import numpy as np
 
+    from collectives import PeerLostError
     from collectives.point_to_point.link import Link, Transfer
 
 PASS_ON_EVERY_S = 0.25
@@ -266,6 +267,7 @@ class Fed:
         self._header = np.zeros(2, np.int64)
         self._body: np.ndarray | None = None
         self._missing: deque[np.ndarray] = deque()  # pieces of the body
+        self._loss: PeerLostError | None = None
         self._transfer = self._receive_header()
 
     def take(self, journal: KeptJournal) -> bool:
@@ -276,7 +278,7 @@ class Fed:
         """
         import numpy as np
 
-        if self.is_end or not self._transfer.done():
+        if self.is_end or not self._is_done():
             return False
         if self._body is None:
             number, nbytes = self._header.tolist()
@@ -291,6 +293,18 @@ class Fed:
             self._body = None
             self._transfer = self._receive_header()
         return True
+
+    def _is_done(self) -> bool:
+        """Return whether the transfer is complete. After a loss it has no data, whatever it says."""
+        from collectives import PeerLostError
+
+        if self._loss is not None:
+            raise self._loss
+        try:
+            return bool(self._transfer.done())
+        except PeerLostError as error:
+            self._loss = error
+            raise
 
     def _receive_header(self) -> Transfer:
         import numpy as np

@@ -44,6 +44,10 @@ class JobJournal(JournalMember):
         spares.may_change(is_so, was_so)
 
     @override
+    def takes_values(self) -> None:
+        spares.takes_values()
+
+    @override
     def publish(self, entry: Callable[[], bytes]) -> None:
         spares.publish(entry)
 

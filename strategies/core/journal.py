@@ -86,6 +86,9 @@ class JournalMember(Protocol):
             was_so: Whether it begins one, and the operation before could be repeated as well: others may still be in it.
         """
 
+    def takes_values(self) -> None:
+        """Note that this instance, which was a spare, has got the variables of the others."""
+
     def publish(self, entry: Callable[[], bytes]) -> None:
         """Keep the result of an operation for instances that join later; every active instance calls this.
 
@@ -115,6 +118,9 @@ class NoJournal(JournalMember):
     keeps_journal = False
 
     def may_change(self, is_so: bool, was_so: bool = False) -> None:
+        """Do nothing."""
+
+    def takes_values(self) -> None:
         """Do nothing."""
 
     def publish(self, entry: Callable[[], bytes]) -> None:
@@ -318,6 +324,12 @@ class Journal:
         held, self._held = self._held, None
         if held is not None:
             self._member.publish(held)
+
+    def takes_values(self) -> None:
+        """Note that this instance has got the states of the others, so that it takes part in the operation."""
+        if self.is_joining:
+            self.is_joining = False
+            self._member.takes_values()
 
     def replaced(self, state: object, new: object) -> None:
         """Note that the program goes on with another state, such as one from a checkpoint."""

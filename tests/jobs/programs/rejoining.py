@@ -54,6 +54,7 @@ class Sums:
         own = np.array([float(self.step), self.total, self.is_over])
         found = popdist.communicator().all_gather(own, name="sums")
         self.take(*found[found[:, 0].argmax()])
+        spares.takes_values()
 
     def take(self, step, total, is_over):
         self.step, self.total, self.is_over = int(step), float(total), bool(is_over)
