@@ -86,7 +86,7 @@ _PAGE_NAME = re.compile(r"(?<![\w/.`])\w+\.md\b(?!`)")
 
 
 def _link_to_page(name: re.Match[str]) -> str:
-    return f":doc:`{name[0]} </{_PAGES[name[0]]}>`" if name[0] in _PAGES else name[0]
+    return f":doc:`/{_PAGES[name[0]]}`" if name[0] in _PAGES else name[0]
 
 
 def write_for_language_models(app: Sphinx, error: Exception | None) -> None:

@@ -34,10 +34,9 @@ def launch(
 ) -> list[_Result]:
     """Run `function(*args)` on every instance of a new job, which poprun starts, and wait for its end.
 
-    The function and its arguments travel to the instances by cloudpickle (`pip install
-    'popdist-everywhere[notebook]'`), over a socket; no file is written. Each instance is a new process: it has its own
-    copies of everything that the function refers to, and it imports modules anew. The job's output appears in
-    `sys.stdout` and `sys.stderr` while it runs.
+    The function and its arguments travel to the instances by cloudpickle (`pip install cloudpickle`), over a socket; no
+    file is written. Each instance is a new process: it has its own copies of everything that the function refers to,
+    and it imports modules anew. The job's output appears in `sys.stdout` and `sys.stderr` while it runs.
 
     Args:
         function: Function to run. It may come from the main program, such as a cell of a notebook.

@@ -246,7 +246,7 @@ class IPUMultiWorkerStrategy(Strategy):
     """The replicas of all workers of a cluster, connected over gRPC, without a launcher and without MPI.
 
     Every worker makes this strategy at the beginning of the program. The call returns when all workers have connected.
-    Gradients are added in the order of the tree. So the variables have the same bits as under `IPUStrategy` or
+    Gradients are added in the order of the tree. So the variables have the same bits as under `LocalStrategy` or
     `PopDistStrategy` with as many replicas.
 
     Example::

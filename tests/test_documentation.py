@@ -1,5 +1,6 @@
 """Links and names in the documentation, and programs in it that other tests do not run."""
 
+import ast
 import importlib.util
 import re
 from pathlib import Path
@@ -44,6 +45,39 @@ def test_links_of_pages_lead_to_existing_pages_and_headings(page):
 def test_ranges_of_hosts_are_quoted_where_a_shell_reads_them(page):
     """Bare brackets are a pattern for the shell: it may replace them by the name of a file, or (zsh) refuse them."""
     assert re.findall(r"^(?!usage: ).*(?:--host|-H)[ =][\w,.-]*\[.*$", text_of(page), flags=re.MULTILINE) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_text_of_a_link_is_no_file_name(page):
+    """Readers of the site see titles, not files."""
+    assert re.findall(r"\[[\w/.]+\.md\](?=\()", prose_of(page)) == []
+
+
+NOT_EDITABLE = re.compile(
+    r"pip install (?![^`\n]*(?:-e|--editable) )(?:[^`\n;,]* )?[\"']?(?:\.(?![\w./])|popdist-everywhere(?!==))"
+)
+
+
+@pytest.mark.parametrize("kind", ["pages", "texts of programs", "scripts"])
+def test_installations_of_a_checkout_are_editable(kind):
+    """Another installation replaces an editable one silently, and later changes of the checkout have no effect."""
+    files = [path for folder in PROGRAMS for path in (ROOT / folder).rglob("*")]
+    texts = {
+        "pages": [(page, text_of(page)) for page in PAGES],
+        "texts of programs": [(path, text) for path in files if path.suffix == ".py" for text in constants_of(path)],
+        "scripts": [(path, text_of(path)) for path in files if path.suffix in (".sh", ".sbatch")],
+    }
+    found = [(path.name, wrong[0]) for path, text in texts[kind] for wrong in NOT_EDITABLE.finditer(text)]
+    assert found == []
+
+
+PROGRAMS = ("benchmarks", "collectives", "launch_scripts", "popdist", "poprun", "strategies")
+
+
+def constants_of(program):
+    """Return the texts in a program, with adjacent ones joined."""
+    tree = ast.parse(text_of(program))
+    return [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
 
 
 OWNERS = {

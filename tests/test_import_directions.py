@@ -195,7 +195,8 @@ LOADING = {
     "import popdist, popdist.environments": HEAVY,
     "import strategies": HEAVY,
     "import collectives": NEVER | {"torch"},
-    "strategies.IPUStrategy, strategies.PopDistStrategy, strategies.Checkpoints, strategies.config": NEVER | {"torch"},
+    "strategies.LocalStrategy, strategies.PopDistStrategy, strategies.Checkpoints, strategies.config": NEVER
+    | {"torch"},
 }
 """The libraries that these imports, one after another in one process, do not load."""
 OF_PYTORCH = "import strategies.torch; [getattr(strategies.torch, name) for name in strategies.torch.__all__]"

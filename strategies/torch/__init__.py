@@ -12,8 +12,8 @@ except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     raise ModuleNotFoundError(
-        "strategies.torch needs PyTorch, which is not installed; run pip install '.[torch]' in the project's folder "
-        "(PyTorch without CUDA: see torch.md)",
+        "strategies.torch needs PyTorch, which is not installed; run pip install -e '.[torch]' in a checkout of the "
+        "project (PyTorch without CUDA: see torch.md)",
         name="torch",
     ) from None
 

@@ -237,7 +237,7 @@ def test_an_array_of_jax_on_an_accelerator_is_refused():
 
 def test_without_cloudpickle_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(LaunchError, match=r"pip install 'popdist-everywhere\[notebook\]'"):
+    with pytest.raises(LaunchError, match=r"pip install cloudpickle"):
         pack_call(print, ())
 
 

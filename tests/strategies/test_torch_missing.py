@@ -9,5 +9,5 @@ def test_the_error_without_pytorch_names_the_extra(monkeypatch: pytest.MonkeyPat
     for name in [each for each in sys.modules if each.startswith("strategies.torch")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ModuleNotFoundError, match=r"run pip install '\.\[torch\]' in the project's folder"):
+    with pytest.raises(ModuleNotFoundError, match=r"run pip install -e '\.\[torch\]' in a checkout"):
         __import__("strategies.torch")

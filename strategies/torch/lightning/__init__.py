@@ -6,8 +6,8 @@ except ModuleNotFoundError as error:
     if error.name != "pytorch_lightning":
         raise
     raise ModuleNotFoundError(
-        "strategies.torch.lightning needs PyTorch Lightning, which is not installed; run pip install "
-        "'.[torch,lightning]' in the project's folder",
+        "strategies.torch.lightning needs PyTorch Lightning, which is not installed; run "
+        "pip install -e '.[torch,lightning]' in a checkout of the project",
         name="pytorch_lightning",
     ) from None
 
