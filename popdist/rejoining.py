@@ -89,7 +89,7 @@ def begin(may_change: bool) -> None:
     """Begin an operation of the active workers; let a worker join that has read all entries that were passed on.
 
     Args:
-        may_change: Whether the members may change in this operation and in the one before, in which others may still be.
+        may_change: Whether the members may change in this operation, and in the one before, in which others may be.
     """
     communicator = process.communicator
     if communicator is None or communicator.link is None:

@@ -83,7 +83,7 @@ class JournalMember(Protocol):
 
         Args:
             is_so: Whether it is in one.
-            was_so: Whether it begins one, and the operation before could be repeated as well: others may still be in it.
+            was_so: Whether it begins one, and the operation before, in which others may still be, could be repeated too.
         """
 
     def takes_values(self) -> None:

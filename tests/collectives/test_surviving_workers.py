@@ -527,9 +527,7 @@ def test_a_worker_that_joins_may_be_lost_at_any_event() -> None:
         assert run_again(3, [1], Events(number)) == [[0, 2], None, [0, 2]]
 
 
-@pytest.mark.parametrize("is_in_change", [False, True])
-def test_a_worker_that_may_join_and_does_not_come_is_given_up_at_the_limit(is_in_change: bool) -> None:
-    """Also if another worker is lost meanwhile, so that the others wait for it to agree on that."""
+def test_a_worker_that_may_join_and_does_not_come_is_given_up_at_the_limit() -> None:
     with socket_addresses(4) as addresses:
         group, pool = WorkerThreads(addresses), DaemonThreads()
         left = survivors_of(group, lost=[1])

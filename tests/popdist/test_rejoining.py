@@ -1,4 +1,4 @@
-"""A worker over gRPC that is started again, and what may befall it on its way: the others train on, to the same sums."""
+"""A worker over gRPC that is started again, and what may befall it on its way: the others go on to the same sums."""
 
 import json
 import os
