@@ -104,8 +104,8 @@ def end() -> None:
     """Tell a worker that still waits to join that the job ends; on that worker, tell the user."""
     if is_waiting():
         logger.warning(
-            "the others have finished before this worker had caught up with them, so it has not joined; it can only "
-            "catch up if the work of the program between two steps is short"
+            "the others have finished before this worker had caught up with them, so it has not joined; it catches up "
+            "faster, the less the program does between two steps"
         )
     elif process.journal is not None and process.role is Role.ACTIVE:
         feed()

@@ -83,7 +83,7 @@ class JournalMember(Protocol):
 
         Args:
             is_so: Whether it is in one.
-            was_so: Whether it begins one, and the operation before, in which others may still be, could be repeated too.
+            was_so: Whether it begins one, and the operation before could be repeated too; others may still be in that.
         """
 
     def takes_values(self) -> None:
