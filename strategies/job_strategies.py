@@ -40,8 +40,12 @@ class JobJournal(JournalMember):
         return spares.keeps_journal()
 
     @override
-    def may_change(self, is_so: bool) -> None:
-        popdist.progress().heeds_wishes(is_so)
+    def may_change(self, is_so: bool, was_so: bool = False) -> None:
+        spares.may_change(is_so, was_so)
+
+    @override
+    def takes_values(self) -> None:
+        spares.takes_values()
 
     @override
     def publish(self, entry: Callable[[], bytes]) -> None:
