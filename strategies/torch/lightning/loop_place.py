@@ -25,6 +25,12 @@ def _of_process() -> dict[str, Tree]:
     return {"torch": torch.default_generator, "numpy": np.random.mtrand._rand, "python": random._inst}  # type: ignore[attr-defined]
 
 
+def is_in_batch(trainer: pl.Trainer) -> bool:
+    """Return whether a batch of the training has begun, and its step is not done."""
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current
+    return bool(batches.ready > batches.processed)
+
+
 def place_of(trainer: pl.Trainer) -> dict[str, Tree]:
     """Return what a checkpoint of a training needs besides Lightning's part. Collective.
 
@@ -93,6 +99,15 @@ class ResumedPlace:
         """Go on there. Called when Lightning's loops have their state, and before the first batch."""
         state, fit, loop = self._state, trainer.fit_loop, trainer.fit_loop.epoch_loop
         is_inside = loop.restarting and fit.epoch_progress.current.ready > fit.epoch_progress.current.processed
+        if is_in_batch(trainer):
+            batches = loop.batch_progress
+            batches.total.ready = batches.total.started = batches.total.completed
+            _warn(
+                trainer,
+                f"the checkpoint was written in batch {batches.current.processed} of epoch {trainer.current_epoch}, "
+                "which begins again, so accumulated gradients, buffers and hooks may see it twice; save checkpoints in hooks "
+                "such as on_train_batch_end, when a step is done",
+            )
         if is_inside:
             _warn_of_means(trainer, state.get("means", ()))
         fit._restarting = False  # else the first epoch ends without updates of ReduceLROnPlateau
@@ -127,12 +142,15 @@ def _end_batch_first(loop: Any, is_validated: bool) -> None:
 def _warn_of_means(trainer: pl.Trainer, means: Any) -> None:
     users = {getattr(one, "monitor", None): type(one).__name__ for one in trainer.callbacks}  # type: ignore[attr-defined]
     users |= {one.monitor: type(one.scheduler).__name__ for one in trainer.lr_scheduler_configs if one.reduce_on_plateau}
-    for name in users.keys() & set(means):
-        if trainer.is_global_zero:
-            warnings.warn(
-                f"{users[name]} depends on {name}, a value over a whole epoch, but this training resumes in the middle "
-                "of one, and Lightning does not save the values of its first batches; save checkpoints at the end of "
-                "epochs, or depend on a value of the validation",
-                UserWarning,
-                stacklevel=2,
-            )
+    for name in sorted(users.keys() & set(means)):
+        _warn(
+            trainer,
+            f"{users[name]} depends on {name}, a value over a whole epoch, but this training resumes in the middle of "
+            "one, and Lightning does not save the values of its first batches; save checkpoints at the end of epochs, "
+            "or depend on a value of the validation",
+        )
+
+
+def _warn(trainer: pl.Trainer, message: str) -> None:
+    if trainer.is_global_zero:
+        warnings.warn(message, UserWarning, stacklevel=2)

@@ -253,9 +253,8 @@ class DealtLoader(ReplicaLoader):
 
     @override
     def read(self, epoch: int, start: int, continues: bool) -> Iterator[ReplicaBatches]:
-        if not continues or self._pass is None:
-            self._pass = self._next_pass(epoch)
-        begun = self._pass
+        begun = self._pass if continues and self._pass is not None else self._next_pass(epoch)
+        self._pass = begun
         iterators = {one: self._begin(one, begun, start) for one in self._loaders}
         for step in range(start, self._deal.steps):
             local = [one for one in self._loaders if self._deal.positions(step, one)]
@@ -265,10 +264,13 @@ class DealtLoader(ReplicaLoader):
 
     def _next_pass(self, epoch: int) -> _Pass:
         """Begin to read an epoch. Collective."""
-        if self._pass_now is not None:
-            number = self._pass_now()
+        last = self._pass if self._pass is not None and self._pass.epoch == epoch else None
+        if self._pass_now is None:
+            number = 0 if last is None else last.number + 1
         else:
-            number = self._pass.number + 1 if self._pass is not None and self._pass.epoch == epoch else 0
+            number = self._pass_now()
+            if last is not None and last.number == number >= 0:
+                return last  # a validation that begins again
         states = states_of(self._units)
         begun = _Pass(epoch, number, states, self._order(epoch, number))
         if number < 0:

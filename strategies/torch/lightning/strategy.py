@@ -23,7 +23,7 @@ from strategies.errors import StrategyError
 from strategies.job_strategies import PopDistStrategy
 from strategies.strategy import Strategy, get_strategy
 from strategies.torch.lightning.environment import PopDistEnvironment
-from strategies.torch.lightning.loop_place import ResumedPlace, place_of
+from strategies.torch.lightning.loop_place import ResumedPlace, is_in_batch, place_of
 from strategies.torch.lightning.objects import broadcast_object, gather_objects
 from strategies.torch.lightning.replica_batches import ReplicaBatches, by_replica, is_dealt
 from strategies.torch.lightning.replica_loader import ReplicaLoader, dealt
@@ -406,9 +406,13 @@ class PopDistLightningStrategy(ParallelStrategy):
         self, checkpoint: dict[str, Tree], filepath: Path | str, storage_options: object = None
     ) -> None:
         """Write a checkpoint on instance 0. It does not depend on the number of instances. Collective."""
-        checkpoint[_KEY] = {"replicas": self.strategy.num_replicas_in_sync, "steps": self._running.steps_made}
-        if self._module.trainer.state.fn == TrainerFn.FITTING:
-            checkpoint[_KEY]["place"] = place_of(self._module.trainer)
+        state = {"replicas": self.strategy.num_replicas_in_sync, "steps": self._running.steps_made}
+        trainer = self._module.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            if is_in_batch(trainer):
+                state["steps"] = self._running.steps_before
+            state["place"] = place_of(trainer)
+        checkpoint[_KEY] = state
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
