@@ -21,7 +21,7 @@ def states_of(sampler: object) -> dict[str, Tree]:
 
     These are the states of random generators of PyTorch, NumPy and Python in attributes of the sampler, of samplers in
     it, and of lists, tuples and dictionaries there. A sampler with `state_dict` and `load_state_dict` has the state
-    that it returns. Arrays are tensors, so `torch.load(weights_only=True)` reads them.
+    that it returns. `torch.load(weights_only=True)` reads them.
 
     Args:
         sampler: The sampler, or another iterable; or a dictionary of generators.
@@ -65,9 +65,9 @@ def _state_of(value: Any) -> Tree:
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, np.random.RandomState):
-        return _with_tensors(value.get_state(legacy=False))
+        return _plain(value.get_state(legacy=False))
     if isinstance(value, np.random.Generator | np.random.BitGenerator):
-        return _with_tensors(getattr(value, "bit_generator", value).state)
+        return _plain(getattr(value, "bit_generator", value).state)
     return value.state_dict()
 
 
@@ -77,20 +77,15 @@ def _set_state(value: Any, state: Tree) -> None:
     elif isinstance(value, random.Random):
         value.setstate(state)
     elif isinstance(value, np.random.RandomState):
-        value.set_state(_with_arrays(state))
+        value.set_state(state)
     elif isinstance(value, np.random.Generator | np.random.BitGenerator):
-        getattr(value, "bit_generator", value).state = _with_arrays(state)
+        getattr(value, "bit_generator", value).state = state
     else:
         value.load_state_dict(state)
 
 
-def _with_tensors(state: Tree) -> Tree:
+def _plain(state: Tree) -> Tree:
+    """Return a state of NumPy with lists in place of arrays."""
     if isinstance(state, np.ndarray):
-        return torch.from_numpy(state.copy())
-    return {name: _with_tensors(one) for name, one in state.items()} if isinstance(state, dict) else state
-
-
-def _with_arrays(state: Tree) -> Tree:
-    if isinstance(state, torch.Tensor):
-        return state.numpy()
-    return {name: _with_arrays(one) for name, one in state.items()} if isinstance(state, dict) else state
+        return state.tolist()
+    return {name: _plain(one) for name, one in state.items()} if isinstance(state, dict) else state
