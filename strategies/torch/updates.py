@@ -262,8 +262,8 @@ def _refuse_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     ]
     if hooks:
         raise StrategyError(
-            f"the step hook {getattr(hooks[0], '__qualname__', hooks[0])} of the optimizer would see parts of gradients "
-            "and parameters, because the optimizer state is sharded; remove the hook, or use "
+            f"the step hook {getattr(hooks[0], '__qualname__', hooks[0])} of the optimizer would see parts of "
+            "gradients and parameters, because the optimizer state is sharded; remove the hook, or use "
             "replicated_optimizer_state_sharding=False"
         )
 

@@ -105,15 +105,17 @@ class ResumedPlace:
             _warn(
                 trainer,
                 f"the checkpoint was written in batch {batches.current.processed} of epoch {trainer.current_epoch}, "
-                "which begins again, so accumulated gradients, buffers and hooks may see it twice; save checkpoints in hooks "
-                "such as on_train_batch_end, when a step is done",
+                "which begins again, so accumulated gradients, buffers and hooks may see it twice; save checkpoints in "
+                "on_train_batch_end, when the step is done",
             )
         if is_inside:
             _warn_of_means(trainer, state.get("means", ()))
         fit._restarting = False  # else the first epoch ends without updates of ReduceLROnPlateau
         if not state:
             return
-        trainer._logger_connector._callback_metrics.update(move_data_to_device(state["metrics"], trainer.strategy.root_device))
+        trainer._logger_connector._callback_metrics.update(
+            move_data_to_device(state["metrics"], trainer.strategy.root_device)
+        )
         parameters = dict(trainer.lightning_module.named_parameters())
         for name, gradient in state.get("gradients", {}).items():
             parameters[name].grad = gradient.to(parameters[name].device)
@@ -141,7 +143,9 @@ def _end_batch_first(loop: Any, is_validated: bool) -> None:
 
 def _warn_of_means(trainer: pl.Trainer, means: Any) -> None:
     users = {getattr(one, "monitor", None): type(one).__name__ for one in trainer.callbacks}  # type: ignore[attr-defined]
-    users |= {one.monitor: type(one.scheduler).__name__ for one in trainer.lr_scheduler_configs if one.reduce_on_plateau}
+    users |= {
+        one.monitor: type(one.scheduler).__name__ for one in trainer.lr_scheduler_configs if one.reduce_on_plateau
+    }
     for name in sorted(users.keys() & set(means)):
         _warn(
             trainer,
