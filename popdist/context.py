@@ -215,6 +215,7 @@ def join_besides(connect: ConnectBackend) -> Communicator:
         LifeCycleError: `init` has not been called, the new communicator numbers the instances differently, or the job
             has spares.
     """
+    process.refuse_in_child()
     if process.communicator is None or process.instance is None:
         raise LifeCycleError("the instances are not connected yet; call popdist.init first")
     if process.journal is not None:

@@ -21,7 +21,14 @@ from poprun.hosts.hosts import Host, check_hosts, parse_hostfile, parse_hosts, r
 from poprun.hosts.this_machine import Core, is_this_machine, usable_cores
 from poprun.launch.launch import Launch
 from poprun.launch.placement import place_instances
-from poprun.launch.program import check_program, check_user, check_working_directory, find_mpirun, home_variables
+from poprun.launch.program import (
+    check_descriptors,
+    check_program,
+    check_user,
+    check_working_directory,
+    find_mpirun,
+    home_variables,
+)
 from poprun.launch.transports import loopback_variables, transport_variables
 from poprun.launch.variables import extra_variables, meeting_point, sums_setting
 
@@ -69,6 +76,7 @@ def plan_launch(
     is_here = [host.is_this_machine for host in hosts]
     mpirun = find_mpirun(sys.executable, environ)
     check_working_directory()
+    check_descriptors(sum(count for count, here in zip(processes, is_here, strict=True) if here))
     if any(is_here):  # other hosts have their own copy of the program
         check_program(settings.program[0], environ)
     devices = _devices(settings)

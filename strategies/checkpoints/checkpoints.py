@@ -287,7 +287,7 @@ class Checkpoints:
             position = None if self._dataset is None else self._dataset.position()
             replicas, packing = self._strategy.num_replicas_in_sync, packing or self._copy(state)
             training = SavedTraining(
-                state.step, replicas, self._trainer.seed, position, packing, self._last_metrics, own
+                state.step, replicas, self._trainer.seed, position, packing, self._last_metrics, own, self._order
             )
             self._writing = self._thread.submit(self._write, folder, training, self._flat)
 
@@ -476,7 +476,20 @@ class Checkpoints:
                     f"{what} has {there} as {shown(name)}, but this training has {here}; use the same model and "
                     "optimizer"
                 )
+        pairs = enumerate(zip(training.order, self._order, strict=False))  # without an order in 0.1.0
+        for number, (there, here) in pairs:
+            if there != here:
+                return (
+                    f"{what} has the parameters of the optimizer in another order than this training: number {number} "
+                    f"is {there} there, and {here} here; make them in one order, as with sorted(names) in place of a "
+                    "set, or set PYTHONHASHSEED as in the run that saved it"
+                )
         return ""
+
+    @property
+    def _order(self) -> list[str]:
+        """The names of the parameters by the numbers in the optimizer's state; empty for trainers that name them."""
+        return list(getattr(self._trainer, "order", ()))
 
     # ---- leaving
 

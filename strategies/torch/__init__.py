@@ -17,6 +17,7 @@ except ModuleNotFoundError as error:
 from strategies.torch.process_group.registration import register
 
 if TYPE_CHECKING:
+    from strategies.torch.collated import CollatedBatch as CollatedBatch
     from strategies.torch.distributed_data import (
         DistributedSampler as DistributedSampler,
     )
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 register()
 
 _PLACES = {
+    "CollatedBatch": "strategies.torch.collated",
     "DistributedModel": "strategies.torch.distributed_model",
     "DistributedSampler": "strategies.torch.distributed_data",
     "ReplicaGroups": "strategies.torch.replica_groups",

@@ -175,19 +175,27 @@ def test_a_killed_agent_takes_its_program_with_it_and_is_blamed():
     check(job.finish(), 137, 0, "was lost")
 
 
-def test_a_killed_mpirun_is_a_failure():
+def test_a_killed_mpirun_is_a_failure_and_sigterm_or_sigint_to_it_alone_is_none():
     program = (
         "import os, signal\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n"
         "def parent(pid): return open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[1]\n"
         "agent = os.getppid()\n"
         "print('mpirun', parent(parent(agent)), flush=True)\n"
+        "signal.sigwait([signal.SIGUSR1])\n"
+        "print('goes on', flush=True)\n"
         "signal.pause()\n"
     )
     job = start(sys.executable, "-c", program)
     job.wait_for("\n")
-    os.kill(int(job.streams[0].text.split()[-1]), signal.SIGKILL)
+    mpirun = int(job.streams[0].text.split()[-1])
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(mpirun, number)
+    job.process.send_signal(signal.SIGUSR1)
+    job.wait_for("goes on")
+    os.kill(mpirun, signal.SIGKILL)
     finished = job.finish()
-    assert finished.status != 0
+    assert finished.status == 137
     assert "mpirun" in finished.own_text
 
 

@@ -228,10 +228,15 @@ def test_root_is_allowed_once():
 class TestExtraVariables:
     def test_python_is_unbuffered_and_the_pool_is_fixed(self):
         extra = extra_variables(LaunchSettings(program=("p",)), {"PJRT_NPROC": "8"}, {})
-        assert extra == {"PJRT_NPROC": "8", "PYTHONUNBUFFERED": "1"}
+        assert extra == {"PJRT_NPROC": "8", "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0"}
 
     def test_the_users_environment_comes_first(self):
-        assert extra_variables(LaunchSettings(program=("p",)), {}, {"PYTHONUNBUFFERED": ""}) == {}
+        users = {"PYTHONUNBUFFERED": "", "PYTHONHASHSEED": "random"}
+        assert extra_variables(LaunchSettings(program=("p",)), {}, users) == {}
+
+    def test_an_exported_hash_seed_stays(self):
+        exported = LaunchSettings(program=("p",), mpi_global_args=("-x", "PYTHONHASHSEED=7"))
+        assert "PYTHONHASHSEED" not in extra_variables(exported, {}, {})
 
     def test_offline_mode_wins_over_the_environment_but_not_over_an_export(self):
         offline = LaunchSettings(program=("p",), offline_mode=True)
