@@ -20,6 +20,7 @@ from popdist.records.progress import Role
 if TYPE_CHECKING:
     import numpy as np
 
+    from collectives import PeerLostError
     from collectives.point_to_point.link import Link, Transfer
 
 PASS_ON_EVERY_S = 0.25
@@ -210,6 +211,10 @@ class Feeding:
         self._known = known
         self._transfers: dict[int, list[Transfer]] = {rank: [] for rank in known}
 
+    def passed_on(self, rank: int) -> int:
+        """Return the number of entries that a spare has got or will get; 0 if it is lost."""
+        return self._known.get(rank, 0)
+
     def pass_on(self, journal: KeptJournal) -> None:
         """Send new entries to every spare, without waiting. A spare that is lost gets nothing more."""
         journal.encode()
@@ -264,6 +269,7 @@ class Fed:
         self._source = source
         self._number = self._missing_bytes = 0
         self._body: bytearray | None = None  # None while a header is expected
+        self._loss: PeerLostError | None = None
         self._receive(_HEADER_BYTES)
 
     def take(self, journal: KeptJournal) -> bool:
@@ -273,7 +279,7 @@ class Fed:
             PeerLostError: The feeding instance is lost, or the members change.
             BrokenError: The feeding instance has sent something else than entries.
         """
-        if self.is_end or not self._transfer.done():
+        if self.is_end or not self._is_done():
             return False
         try:
             self._take_message(journal)
@@ -285,6 +291,18 @@ class Fed:
                 "versions of their packages, and check the network"
             ) from error
         return True
+
+    def _is_done(self) -> bool:
+        """Return whether the transfer is complete. After a loss it has no data, whatever it says."""
+        from collectives import PeerLostError
+
+        if self._loss is not None:
+            raise self._loss
+        try:
+            return bool(self._transfer.done())
+        except PeerLostError as error:
+            self._loss = error
+            raise
 
     def _take_message(self, journal: KeptJournal) -> None:
         received = self._transfer.received

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -14,11 +15,12 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
+from collectives import forks
 from collectives.agreement import LEAST_INLINE_BYTES
 from collectives.communicator import Communicator
 from collectives.errors import CollectiveError, MissingBackendError, PeerLostError
 from collectives.factory import RankGroup, Settings, assemble, refuse_other_networks
-from collectives.open_mpi import open_mpi_prepared
+from collectives.open_mpi import look_finalized, open_mpi_prepared
 from collectives.plans.network import Network
 from collectives.plans.spread import host_numbers
 from collectives.point_to_point.link import LANES, Link, Sizes, Transfer
@@ -32,6 +34,17 @@ except (ImportError, RuntimeError) as error:
     ) from error
 
 logger = logging.getLogger(__name__)
+
+
+class _Runtime:
+    """MPI itself, as this process has started it."""
+
+    def disown(self) -> None:
+        atexit.register(look_finalized, MPI.__file__)  # until then a child may ask for its parent's rank
+
+
+_runtime = _Runtime()
+forks.keep_from_children(_runtime)
 
 _CHANNELS = 2  # one for synchronous collectives, one for named collectives
 _SUBGROUP_TAG = 7  # a tag that no lane of a channel uses

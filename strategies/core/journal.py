@@ -78,8 +78,16 @@ class JournalMember(Protocol):
     def keeps_journal(self) -> bool:
         """Whether other instances may join later, so that the results of all operations are kept for them."""
 
-    def may_change(self, is_so: bool) -> None:
-        """Note whether this instance is in an operation that can be repeated, so that the members may change in it."""
+    def may_change(self, is_so: bool, was_so: bool = False) -> None:
+        """Note whether this instance is in an operation that can be repeated, so that the members may change in it.
+
+        Args:
+            is_so: Whether it is in one.
+            was_so: Whether it begins one, and the operation before could be repeated too; others may still be in that.
+        """
+
+    def takes_values(self) -> None:
+        """Note that this instance, which was a spare, has got the variables of the others."""
 
     def publish(self, entry: Callable[[], bytes]) -> None:
         """Keep the result of an operation for instances that join later; every active instance calls this.
@@ -109,7 +117,10 @@ class NoJournal(JournalMember):
     is_spare = False
     keeps_journal = False
 
-    def may_change(self, is_so: bool) -> None:
+    def may_change(self, is_so: bool, was_so: bool = False) -> None:
+        """Do nothing."""
+
+    def takes_values(self) -> None:
         """Do nothing."""
 
     def publish(self, entry: Callable[[], bytes]) -> None:
@@ -212,7 +223,7 @@ class Journal:
         self._member = member
         self._progress = progress
         self._nodes = nodes
-        self._is_inside = False
+        self._is_inside = self._is_repeatable = False  # the latter: whether the last operation is
         self._held: Callable[[], bytes] | None = None
         self._next: Entry | None = None  # read, and not yet replayed
 
@@ -250,7 +261,8 @@ class Journal:
                         "take its place"
                     )
             self._is_inside = True  # without a context manager, because each step comes here
-            self._member.may_change(survives)
+            self._member.may_change(survives, self._is_repeatable)
+            self._is_repeatable = survives
             try:
                 done = body()
             except BecameSpareError:
@@ -274,6 +286,7 @@ class Journal:
         """
         if not self.is_kept or self._is_inside:
             return
+        self._is_repeatable = False
         if self._replayed(kind) is None and not self.is_joining:
             self.record(kind, obstacle="spares do not have its results")
 
@@ -306,6 +319,12 @@ class Journal:
         held, self._held = self._held, None
         if held is not None:
             self._member.publish(held)
+
+    def takes_values(self) -> None:
+        """Note that this instance has got the states of the others, so that it takes part in the operation."""
+        if self.is_joining:
+            self.is_joining = False
+            self._member.takes_values()
 
     def replaced(self, state: object, new: object) -> None:
         """Note that the program goes on with another state, such as one from a checkpoint."""

@@ -34,9 +34,14 @@ class Member:
         self.is_spare = entries is not None
         self.entries = list(entries or ())
         self.changes = False
+        self.begins_after = []
 
-    def may_change(self, is_so):
+    def may_change(self, is_so, was_so=False):
         self.changes = is_so
+        self.begins_after.append(was_so) if is_so else None
+
+    def takes_values(self):
+        self.lacks_values = False
 
     def publish(self, entry):
         self.entries.append(entry())
@@ -281,3 +286,15 @@ def test_the_members_may_change_in_operations_that_can_be_repeated(survives):
     with pytest.raises(KeyError):
         journal.perform(number(), lambda: {}["nothing"], survives=survives)
     assert not member.changes
+
+
+def test_a_worker_joins_only_between_operations_that_can_both_be_repeated():
+    """Others may still be in the operation before, where a change of the members would end them."""
+    member = Member()
+    journal, _ = journal_of(member)
+    for survives in (True, True, False, True, True):
+        journal.perform(number(), lambda: 1, survives=survives)
+    journal.refuse("prediction")
+    for _ in range(2):
+        journal.perform(number(), lambda: 1)
+    assert member.begins_after == [False, True, False, True, False, True]

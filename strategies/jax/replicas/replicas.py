@@ -277,8 +277,17 @@ class Replicas:
 
     @property
     def communicator(self) -> Communicator:
-        """The communicator of the instances that are left."""
+        """The communicator of the instances that are left.
+
+        Raises:
+            ForkedProcessError: This process is a forked child of the instance.
+        """
+        self.refuse_in_child()
         return self._membership.communicator
+
+    def refuse_in_child(self) -> None:
+        """Raise `ForkedProcessError` in a forked child of the instance, which lacks JAX's threads as well."""
+        self._membership.communicator.refuse_in_child()
 
     @property
     def instruments(self) -> Instruments:
@@ -320,10 +329,11 @@ class Replicas:
 
         def attempt() -> bool:
             nonlocal is_done
+            communicator = self.communicator
             if self.is_chief and not is_done:
                 function()
                 is_done = True
-            self.communicator.barrier(name="duty of the chief")
+            communicator.barrier(name="duty of the chief")
             return True
 
         recorded = Recorded[bool]("duty of the chief", lambda done: bool, lambda told: True)
