@@ -52,7 +52,7 @@ class PeerRefusedError(CollectiveError):
 
 
 class SecurityError(CollectiveError):
-    """Plaintext that would leave this machine, or unusable certificates or keys."""
+    """Plaintext that would leave this machine, unusable certificates or keys, or places that any user could take."""
 
 
 class BrokenError(CollectiveError):

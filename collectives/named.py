@@ -314,7 +314,7 @@ class NamedQueue:
                 f"{', '.join(names[rank] for rank in missing)} "
                 f"in {entry.handle.call.title}{self._started_instead(missing)}"
             )
-            if now - entry.since >= limits.timeout_s:
+            if now - entry.since >= limits.timeout_s and not (self._watch.lost(missing) or self._watch.gives_up()):
                 del self._pending[key]
                 entry.handle._fail(CollectiveTimeoutError(f"{facts}: gave up after timeout_s = {limits.timeout_s:g}"))
             elif now >= entry.next_warning:

@@ -59,10 +59,12 @@ def carry_on() -> Instance:
             "the job cannot go on without an instance; start it with poprun --on-failure shrink, or make all workers "
             "with IPUMultiWorkerStrategy(on_failure='shrink')"
         )
+    if not process.is_chosen:
+        if process.lacks_values:  # those that had chosen it are lost before it has got the variables
+            process.role = Role.SPARE
+        connect_survivors(process.role)
     if process.is_chosen:
         process.role, process.is_chosen = Role.ACTIVE, False
-    else:
-        connect_survivors(process.role)
     for forget in _at_renumbering:
         forget()
     if process.role is Role.ACTIVE:
@@ -137,7 +139,7 @@ def _end_with_who_is_left() -> None:
     from collectives import BrokenError, ClosedError, PeerLostError
 
     process.progress.leaving()
-    if process.workers_go_on and process.role is Role.ACTIVE:
+    if process.workers_go_on:
         rejoining.end()
     while True:
         try:

@@ -36,7 +36,7 @@ _LABEL_BYTES = PAGE_BYTES - _LABEL_OFFSET
 (_MAGIC, _OWNER, _STATE, _STEP, _NUMBER, _SINCE_NS, _LABEL_LENGTH, _WAITING_COUNT, _RELEASED, _GRACE_MS) = range(10)
 _SUPERVISOR, _HEEDED, _PHASE = 10, 11, 12
 (_STEPS, _SAMPLES, _TIMED_STEPS, _TIMED_SAMPLES, _FROM_NS, _TO_NS, _WAITED_NS, _HAS_LOSS, _LOSS) = range(13, 22)
-_ROLE, _WANTED, _CONSIDERED, _BEGUN, _READY, _CHANGING, _CALLED = range(22, 29)
+_ROLE, _WANTED, _CONSIDERED, _BEGUN, _READY, _CHANGING, _CALLED, _LACKING = range(22, 30)
 _WAITING = 32
 _WAITING_MOST = _LABEL_OFFSET // 8 - _WAITING
 
@@ -130,7 +130,7 @@ class ProgressRecord:
         state: Activity of the instance.
         since_s: Begin of that activity, on the host's `time.monotonic` clock.
         waiting_for: Instances for which it has waited long.
-        grace_s: Time that it may take to end after SIGTERM, because it has something to save.
+        grace_s: Time that it may take to end after SIGTERM or SIGINT, because it has something to save.
         heeded: Number of lost instances in the supervisor's last release that the instance has seen; 0: none.
         phase: Phase of the step, one of `PHASES`.
         made: Steps made, and their results.
@@ -139,6 +139,7 @@ class ProgressRecord:
         considered: Number of the last wish that the instance has considered in a membership change; 0: none.
         is_ready: Whether a spare has come to the place in the program at which the active instances are.
         is_changing: Whether the process waits for the others in a change of the members.
+        lacks_values: Whether the process has been a spare, and has not got the variables of the others yet.
         fault: Reason why the page is invalid, or "".
     """
 
@@ -157,6 +158,7 @@ class ProgressRecord:
     considered: int = 0
     is_ready: bool = False
     is_changing: bool = False
+    lacks_values: bool = False
     fault: str = ""
 
     @property
@@ -250,6 +252,10 @@ class Progress(ABC):
                 get the wish a moment later than another one, so this page may not have it yet.
         """
 
+    @abstractmethod
+    def takes_values(self) -> None:
+        """Note that this process, which was a spare, has got the variables of the others."""
+
     @property
     @abstractmethod
     def is_to_begin(self) -> bool:
@@ -276,7 +282,7 @@ class Progress(ABC):
 
     @abstractmethod
     def grace(self, seconds: float) -> None:
-        """Note how long the program may take to end by itself after SIGTERM; 0: the usual time."""
+        """Note how long the program may take to end by itself after SIGTERM or SIGINT; 0: the usual time."""
 
     @abstractmethod
     def leaving(self) -> None:
@@ -322,6 +328,8 @@ class NoProgress(Progress):
     def changes(self) -> None: ...
 
     def takes_role(self, is_spare: bool, wish: int = 0) -> None: ...
+
+    def takes_values(self) -> None: ...
 
     def catches_up(self) -> None: ...
 
@@ -537,6 +545,8 @@ class ProgressPage(Progress):
         return self._wanted.number if self._wanted.is_complete else 0
 
     def takes_role(self, is_spare: bool, wish: int = 0) -> None:
+        if is_spare:
+            self._words[_LACKING] = 1  # also as an active instance, until it has got the variables
         self._words[_ROLE] = Role.SPARE if is_spare else Role.ACTIVE  # first: poprun trusts it in a considered wish
         self._is_changing = False
         self._words[_CHANGING] = 0
@@ -544,6 +554,9 @@ class ProgressPage(Progress):
             self._words[_CONSIDERED] = wish
         if wish and wish == self.wish:
             self._considered_word = self._wanted_word
+
+    def takes_values(self) -> None:
+        self._words[_LACKING] = 0
 
     @property
     def is_to_begin(self) -> bool:
@@ -639,6 +652,7 @@ def parse_progress(page: bytes) -> ProgressRecord:
         considered=words[_CONSIDERED],
         is_ready=bool(words[_READY]),
         is_changing=bool(words[_CHANGING]),
+        lacks_values=bool(words[_LACKING]),
     )
 
 

@@ -90,6 +90,7 @@ class GradientAveraging:
 
         def attempt() -> bool:
             self._meet_the_others()
+            self.parts.take_order()
             self.parts.insist_on_agreement(())
             self.parts.begin_alike(0)
             self.parts.make_plan()

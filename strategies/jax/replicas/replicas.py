@@ -51,6 +51,7 @@ from strategies.jax.replicas.devices import (
     prepare_environment,
     set_number_of_devices,
 )
+from strategies.jax.replicas.entry_nodes import TreeNodes
 from strategies.jax.replicas.membership import Membership
 from strategies.jax.replicas.processes import connect_processes
 from strategies.late_jax import is_jax_array, is_jax_loaded, jax, jnp, when_jax_is_imported
@@ -135,7 +136,7 @@ class Replicas:
         self.adds_in_order = membership.adds_in_order
         self.done_so_far = InstanceProgress()
         self._journal_member = membership.journal_member
-        self.journal = Journal(self._journal_member, self.done_so_far)
+        self.journal = Journal(self._journal_member, self.done_so_far, TreeNodes())
         self.variables_on_host = variables_on_host
         self.progress = progress or NoProgress()
         attached = self.instruments.attached
