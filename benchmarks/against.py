@@ -153,7 +153,7 @@ class Training:
 
         self.compile_s = 0.0
         jax.monitoring.register_event_duration_secs_listener(self._hear)
-        strategy = strategies.IPUStrategy(replicas)
+        strategy = strategies.LocalStrategy(replicas)
         loss_fn, variables, batch = TASKS[model](batch_size * replicas)
         optimizer = optax.adam(training_task.LEARNING_RATE)
         self._trainer = strategies.Trainer(strategy, lambda variables, batch, key: loss_fn(variables, batch), optimizer)

@@ -38,7 +38,7 @@ def main() -> None:
         f"{options.prefetch_depth}; ms per step, medians"
     )
     print("".join(f"{title:>{width}}" for title, width in WIDTHS.items()), flush=True)
-    strategies.IPUStrategy(max(options.replicas))  # fixes the size of XLA's thread pool
+    strategies.LocalStrategy(max(options.replicas))  # fixes the size of XLA's thread pool
     rows = [measure_and_print(replicas, options) for replicas in options.replicas]
     machine.write(options, SETTINGS, rows=rows)
 
@@ -109,7 +109,7 @@ def programs(
     import jax
     import jax.numpy as jnp
 
-    strategy = strategies.IPUStrategy(replicas)
+    strategy = strategies.LocalStrategy(replicas)
     variables = training_task.first_variables("mlp")
 
     def loss_of(variables: Any, image: jax.Array, label: jax.Array) -> jax.Array:

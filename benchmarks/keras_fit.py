@@ -63,7 +63,7 @@ def measure_one(rounds: int, steps: int) -> dict[str, list[float]]:
 
     import strategies
 
-    strategy = strategies.IPUStrategy(num_replicas=1)
+    strategy = strategies.LocalStrategy(num_replicas=1)
     x, y = data(BATCH_SIZE * steps)
     stock = build(keras)
     with strategy.scope():
@@ -193,7 +193,7 @@ def main() -> None:
             print(json.dumps(measured), flush=True)
         return
     if find_spec("keras") is None:
-        raise SystemExit("Keras is not installed; run: pip install '.[keras]'")
+        raise SystemExit("Keras is not installed; run: pip install -e '.[keras]'")
     machine = Machine()
     os.environ.update(environment(KERAS_BACKEND="jax"))
     program = [__file__, f"--rounds={arguments.rounds}", f"--steps={arguments.steps}"]

@@ -38,7 +38,7 @@ def measure(replicas: int, rounds: int, steps: int) -> dict[str, float]:
         logits = jax.nn.relu(batch["x"] @ variables["in"] + variables["bias"]) @ variables["out"]
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
-    trainer = strategies.Trainer(strategies.IPUStrategy(replicas), loss_fn, optax.adam(1e-3))
+    trainer = strategies.Trainer(strategies.LocalStrategy(replicas), loss_fn, optax.adam(1e-3))
     state = trainer.init({name: value.astype(np.float32) for name, value in variables.items()})
     rows = ROWS * replicas
     batch = {"x": rng.standard_normal((rows, 8), np.float32), "y": rng.integers(0, 4, rows).astype(np.int32)}

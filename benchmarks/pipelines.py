@@ -122,7 +122,7 @@ class Update:
 
         schedule, recompute = WAYS[way]
         self.pipeline = strategies.Pipelining(list(mapping), schedule, recompute, watch=self._note)
-        strategy = strategies.IPUStrategy(1, ipus_per_replica=STAGES)
+        strategy = strategies.LocalStrategy(1, ipus_per_replica=STAGES)
         self._trainer = strategies.Trainer(
             strategy, loss_fn, optax.sgd(1e-3), gradient_accumulation_count=count, pipeline=self.pipeline
         )

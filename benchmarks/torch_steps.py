@@ -144,7 +144,7 @@ def compare_local(model: str, replicas: int, rounds: int, fused: bool) -> dict[s
         steps: dict[str, Step] = {
             "one after another": lambda: [step() for step in alone],
             "plain, on threads": lambda: [each.result() for each in [threads.submit(step) for step in alone]],
-            "at once": by_trainer(strategies.IPUStrategy(replicas), MODELS[model](), x, y, fused),
+            "at once": by_trainer(strategies.LocalStrategy(replicas), MODELS[model](), x, y, fused),
         }
         times = in_turns(steps, rounds)
     first, *others = times

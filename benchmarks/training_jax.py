@@ -118,7 +118,7 @@ def single_strategy() -> strategies.Strategy:
     """Return a strategy of one replica."""
     import strategies
 
-    return strategies.IPUStrategy(1)
+    return strategies.LocalStrategy(1)
 
 
 def popdist_strategy() -> strategies.Strategy:

@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50, help="steps of an execution (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=64, help="rows of a batch (%(default)s)")
     options = parser.parse_args()
-    strategy = strategies.IPUStrategy(1)
+    strategy = strategies.LocalStrategy(1)
     machine = Machine()
     figures = {}
     for model, kind in itertools.product(options.models, options.only):

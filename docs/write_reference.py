@@ -88,8 +88,16 @@ def _row(action: argparse.Action) -> str:
 
 
 def _linked(part: str) -> str:
-    """Replace places in declarations, such as `observability.md#metrics`, by paths from the reference."""
-    return _LINK.sub(lambda link: f"[{link[1]}]({place_of(link[2])})", part)
+    """Replace places in declarations, such as `observability.md#metrics`, by titles and paths from the reference."""
+    return _LINK.sub(lambda link: f"[{_text_of(link)}]({place_of(link[2])})", part)
+
+
+def _text_of(link: re.Match[str]) -> str:
+    """Return the text of a link, or the title of the page if the text is the name of a file."""
+    if not link[1].endswith(".md"):
+        return link[1]
+    page = REFERENCE / place_of(link[2]).partition("#")[0]
+    return page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
 
 
 def place_of(place: str) -> str:
@@ -141,7 +149,13 @@ _VARIABLES = {
         "POPDIST_RESERVE",
     ),
     "internal": (
-        *("POPDIST_JOINED", "POPDIST_VERIFY_RECORD", "POPDIST_VERIFY_STEPS", "POPDIST_VERIFY_VALUES"),
+        *(
+            "POPDIST_REPLICAS_LEFT_OUT",
+            "POPDIST_JOINED",
+            "POPDIST_VERIFY_RECORD",
+            "POPDIST_VERIFY_STEPS",
+            "POPDIST_VERIFY_VALUES",
+        ),
         *("POPDIST_VERIFY_LEAVE", "POPRUN_CONTROL", "POPRUN_HOST", "POPRUN_PROGRESS_FD", "POPRUN_STACK"),
         *("POPDIST_LAUNCH_ADDRESS", "POPDIST_LAUNCH_NETWORK", "POPDIST_LAUNCH_TOKEN"),
     ),

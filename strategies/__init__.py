@@ -95,7 +95,6 @@ if TYPE_CHECKING:
     from strategies.errors import (
         ZeroWeightError as ZeroWeightError,
     )
-    from strategies.ipu import IPUStrategy as IPUStrategy
     from strategies.jax.comparing.digest import fingerprint as fingerprint
     from strategies.jax.evaluation.mean import Mean as Mean
     from strategies.jax.feeds.feed_streams import InfeedMode as InfeedMode
@@ -138,6 +137,8 @@ if TYPE_CHECKING:
     from strategies.job_strategies import (
         PopDistStrategy as PopDistStrategy,
     )
+    from strategies.local_strategy import IPUStrategy as IPUStrategy
+    from strategies.local_strategy import LocalStrategy as LocalStrategy
     from strategies.loss_scaling import LossScale as LossScale
     from strategies.loss_scaling import LossScaling as LossScaling
     from strategies.measure.input_benchmarks import (
@@ -176,10 +177,11 @@ _PLACES = {
     "GrainSource": "strategies.data.grain_source",
     "IPUHorovodStrategy": "strategies.job_strategies",
     "IPUMultiWorkerStrategy": "strategies.job_strategies",
-    "IPUStrategy": "strategies.ipu",
+    "IPUStrategy": "strategies.local_strategy",
     "InfeedMode": "strategies.jax.feeds.feed_streams",
     "InfeedQueue": "strategies.jax.feeds.infeed",
     "InputContext": "strategies.data.sources",
+    "LocalStrategy": "strategies.local_strategy",
     "LossScale": "strategies.loss_scaling",
     "LossScaling": "strategies.loss_scaling",
     "LostPartError": "strategies.errors",

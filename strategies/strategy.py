@@ -57,7 +57,7 @@ _scope: ContextVar[Strategy | None] = ContextVar("strategy", default=None)
 class Strategy(ABC):
     """R replicas of one program, spread over instances. Results do not depend on the spread.
 
-    Programs use `IPUStrategy`, `PopDistStrategy`, `IPUMultiWorkerStrategy` or `IPUHorovodStrategy`. Each of them only
+    Programs use `LocalStrategy`, `PopDistStrategy`, `IPUMultiWorkerStrategy` or `IPUHorovodStrategy`. Each of them only
     chooses a membership; everything else is in this class.
 
     All instances make the same collective calls (marked "Collective.") in the same order. If the calls differ, every
@@ -66,7 +66,7 @@ class Strategy(ABC):
 
     Example::
 
-        strategy = strategies.IPUStrategy(num_replicas=4)
+        strategy = strategies.LocalStrategy(num_replicas=4)
 
         def f(x):
             context = strategies.get_replica_context()
@@ -388,6 +388,7 @@ class Strategy(ABC):
                 belongs to other replicas. If an array may or may not be a batch.
         """
         refuse_in_replica("strategy.run")
+        self.replicas.refuse_in_child()
         kwargs = kwargs or {}
         _require_arguments(args, kwargs)
         given = self._iterators.placed([*args, *kwargs.values()])

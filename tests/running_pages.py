@@ -58,7 +58,7 @@ def main() -> None:
     if len(sys.argv) > 1:
         import strategies
 
-        strategies.IPUStrategy(int(sys.argv[1]))  # the devices of JAX are fixed when it starts
+        strategies.LocalStrategy(int(sys.argv[1]))  # the devices of JAX are fixed when it starts
         results = {name: run_page(name, blocks) for name, blocks in pages.items()}
     else:
         import jax  # noqa: F401 - imports that take most of a start: nothing of this project

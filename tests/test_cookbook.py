@@ -22,7 +22,7 @@ PAGES = {
 }
 """The pages, and the libraries that each needs besides those of a plain installation."""
 
-ALONE = "strategies.IPUStrategy(num_replicas=4)"
+ALONE = "strategies.LocalStrategy(num_replicas=4)"
 IN_A_JOB = "strategies.PopDistStrategy()"
 
 REPORT = """

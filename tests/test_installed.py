@@ -21,7 +21,7 @@ import collectives
 import popdist
 import strategies
 
-strategy = strategies.IPUStrategy(num_replicas=2)
+strategy = strategies.LocalStrategy(num_replicas=2)
 replicas: int = strategy.num_replicas_in_sync
 wrong_name = strategy.num_replicas_in_sinc  # wrong
 wrong_type: str = popdist.getNumInstances()  # wrong

@@ -119,7 +119,7 @@ def test_arguments_in_the_tables_are_arguments_of_ours():
     rows = [row for page in LIBRARIES for row in re.findall(r"^\|.*\|(.*)\|$", page_text(page), flags=re.MULTILINE)]
     named = {name for row in rows for name in re.findall(r"\b(\w+)=", row)}
     functions = [
-        *(strategies.IPUStrategy, strategies.PopDistStrategy, strategies.Trainer, strategies.Trainer.run),
+        *(strategies.LocalStrategy, strategies.PopDistStrategy, strategies.Trainer, strategies.Trainer.run),
         *(strategies.StepOptions, strategies.Checkpoints, TorchOptions),
         *(strategies.Strategy.distribute_dataset, strategies.Strategy.variable, strategies.Strategy.run),
         *(strategies.Strategy.gather, strategies.Strategy.reduce, distribute_dataset),

@@ -17,7 +17,7 @@ Points = Sequence[tuple[float, float]]
 def check_matplotlib() -> None:
     """Raise a ValueError if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
-        raise ValueError("curves need matplotlib: pip install 'popdist-everywhere[plot]'")
+        raise ValueError("curves need matplotlib: pip install matplotlib")
 
 
 _MARKERS = "os^Dv"

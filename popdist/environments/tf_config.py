@@ -162,7 +162,7 @@ def read_cluster(
     if not environ.get(VARIABLE):
         _refuse(
             "TF_CONFIG is not set, so this process does not know the other workers",
-            f"set it on each of them, for example {EXAMPLE}, or use IPUStrategy for one process",
+            f"set it on each of them, for example {EXAMPLE}, or use LocalStrategy for one process",
         )
     config = _load(environ[VARIABLE])
     jobs = _read_jobs(config)

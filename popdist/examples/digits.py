@@ -1,6 +1,6 @@
 """A program that trains a small network on handwritten digits with R replicas, on any number of instances.
 
-    python -m popdist.examples.digits --strategy ipu --replicas 4
+    python -m popdist.examples.digits --strategy local --replicas 4
     poprun --num-instances 2 --num-replicas 4 python -m popdist.examples.digits
     TF_CONFIG=... python -m popdist.examples.digits --strategy multi-worker --replicas 4    (once per worker)
     mpirun -np 2 python -m popdist.examples.digits --strategy horovod --replicas 4
@@ -47,9 +47,9 @@ class UsageError(Exception):
     """Unusable arguments; nothing has been trained."""
 
 
-def make_ipu(replicas: int | None, stages: int) -> strategies.Strategy:
+def make_local(replicas: int | None, stages: int) -> strategies.Strategy:
     """Make a strategy with all replicas in this process, each with one device per stage."""
-    return strategies.IPUStrategy(num_replicas=replicas or 1, ipus_per_replica=stages)
+    return strategies.LocalStrategy(num_replicas=replicas or 1, ipus_per_replica=stages)
 
 
 def make_popdist(replicas: int | None, stages: int) -> strategies.Strategy:
@@ -84,10 +84,11 @@ def make_horovod(replicas: int | None, stages: int) -> strategies.Strategy:
 
 
 STRATEGIES: dict[str, Callable[[int | None, int], strategies.Strategy]] = {
-    "ipu": make_ipu,
+    "local": make_local,
     "popdist": make_popdist,
     "multi-worker": make_multi_worker,
     "horovod": make_horovod,
+    "ipu": make_local,
 }
 
 
@@ -161,7 +162,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line; exit with status 2 and a message if it cannot be used."""
     parser = argparse.ArgumentParser(description="Train a small network on handwritten digits.", allow_abbrev=False)
     add = parser.add_argument
-    add("--strategy", choices=STRATEGIES, default="popdist", help="how replicas are distributed (%(default)s)")
+    add("--strategy", choices=STRATEGIES, default="popdist", help="the strategy; ipu is local (%(default)s)")
     add("--model", choices=MODELS, default="cnn", help="the network (%(default)s)")
     add(
         "--data",

@@ -1,6 +1,6 @@
 """A program that trains a small Keras network on handwritten digits with R replicas, on any number of instances.
 
-    python -m popdist.examples.keras_digits --strategy ipu --replicas 4
+    python -m popdist.examples.keras_digits --strategy local --replicas 4
     poprun --num-instances 2 --num-replicas 4 python -m popdist.examples.keras_digits
     mpirun -np 2 python -m popdist.examples.keras_digits --replicas 4
     TF_CONFIG=... python -m popdist.examples.keras_digits --strategy multi-worker --replicas 4    (once per worker)
@@ -31,8 +31,8 @@ def make_strategy(name: str, replicas: int | None) -> strategies.Strategy:
     Raises:
         ValueError: The replicas cannot be divided evenly among the workers.
     """
-    if name == "ipu":
-        return strategies.IPUStrategy(num_replicas=replicas or 1)
+    if name in ("local", "ipu"):
+        return strategies.LocalStrategy(num_replicas=replicas or 1)
     if name == "popdist":
         popdist.init(replicas)
         return strategies.PopDistStrategy()
@@ -87,7 +87,7 @@ def train(strategy: strategies.Strategy, digits: Digits, arguments: argparse.Nam
 def main() -> int:
     """Train with the options of the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--strategy", choices=("ipu", "popdist", "multi-worker"), default="popdist")
+    parser.add_argument("--strategy", choices=("local", "popdist", "multi-worker", "ipu"), default="popdist")
     parser.add_argument("--replicas", type=int, help="replicas of all instances; default: from poprun")
     parser.add_argument("--data", default="digits", help="'digits', an npz file or a directory of IDX files")
     parser.add_argument("--epochs", type=int, default=10)

@@ -57,8 +57,7 @@ def _cloudpickle() -> ModuleType:
         import cloudpickle
     except ImportError:
         raise LaunchError(
-            "popdist.launch needs cloudpickle, which is not installed; "
-            "install it with `pip install 'popdist-everywhere[notebook]'`"
+            "popdist.launch needs cloudpickle, which is not installed; install it with `pip install cloudpickle`"
         ) from None
     module: ModuleType = cloudpickle
     return module

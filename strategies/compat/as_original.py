@@ -11,7 +11,6 @@ from jax.typing import ArrayLike
 
 from strategies import loops
 from strategies.data.datasets import DistributedDataset
-from strategies.ipu import IPUStrategy as _Alone
 from strategies.jax.feeds.feed_streams import InfeedMode
 from strategies.jax.feeds.infeed import InfeedQueue
 from strategies.jax.feeds.outfeed import OutfeedMode, OutfeedQueue
@@ -20,6 +19,7 @@ from strategies.job_strategies import ClusterResolver
 from strategies.job_strategies import IPUHorovodStrategy as _Horovod
 from strategies.job_strategies import IPUMultiWorkerStrategy as _Workers
 from strategies.job_strategies import PopDistStrategy as _Job
+from strategies.local_strategy import LocalStrategy as _Alone
 from strategies.per_replica import PerReplica
 from strategies.typing import Data, Function, Scalar, Tree
 
@@ -43,7 +43,7 @@ _FIRST = "/device:IPU:0"
 def IPUStrategy(
     ipu_device: str = _FIRST, enable_dataset_iterators: bool = True, enable_keras_extensions: bool = True
 ) -> _Alone:
-    """Make a `strategies.IPUStrategy` with the configured number of replicas."""
+    """Make a `strategies.LocalStrategy` with the configured number of replicas."""
     _require_device(ipu_device)
     return _Alone()
 

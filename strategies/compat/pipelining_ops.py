@@ -25,10 +25,10 @@ from strategies.compat.functions.outfeed_rule import OutfeedRule
 from strategies.compat.functions.stage_functions import StageFunctions, listed, tracers_in
 from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.defaults import current_defaults
-from strategies.ipu import IPUStrategy
 from strategies.jax.feeds.infeed import InfeedQueue
 from strategies.jax.feeds.outfeed import OutfeedQueue
 from strategies.jax.programs.recomputation import recomputation_checkpoint
+from strategies.local_strategy import LocalStrategy
 from strategies.pipelines.mapping import _ALL_DEVICES as _ALL_DEVICES
 from strategies.pipelines.mapping import (
     DeviceMapping,
@@ -212,7 +212,7 @@ def pipeline(
     if optimizer_function is not None:
         learning = Learning(optimizer_function, options, gradient_accumulation_for_captured_grads, is_sum)
     return Pipeline(
-        strategy or IPUStrategy(ipus_per_replica=devices),
+        strategy or LocalStrategy(ipus_per_replica=devices),
         StageFunctions(computational_stages, [jnp.asarray(one) for one in listed(inputs)], infeed_queue),
         outfeed,
         learning,

@@ -19,7 +19,7 @@ from typing import TypeVar
 import jax
 
 from strategies.data.datasets import DistributedDataset
-from strategies.ipu import IPUStrategy
+from strategies.local_strategy import LocalStrategy
 from strategies.measure.input_benchmarks import EpochRate, endless, measured
 from strategies.typing import Batch, Data, Function, Tree
 
@@ -41,7 +41,7 @@ def main(words: Sequence[str] | None = None) -> None:
         make_dataset, make_step = _function(options.make_dataset), options.make_step and _function(options.make_step)
     except ValueError as error:
         parser.error(str(error))
-    strategy = IPUStrategy(num_replicas=options.replicas)
+    strategy = LocalStrategy(num_replicas=options.replicas)
     with strategy.scope():
         dataset = _called(make_dataset, strategy)
         if options.batch_size is not None:
@@ -131,7 +131,7 @@ def _module(path: Path) -> ModuleType:
     return module
 
 
-def _called(function: Function, strategy: IPUStrategy) -> Tree:
+def _called(function: Function, strategy: LocalStrategy) -> Tree:
     takes_strategy = any(
         parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
         for parameter in inspect.signature(function).parameters.values()

@@ -55,6 +55,11 @@ class TorchUpdate(ABC):
     def shards(self) -> Shards | None:
         """The cut of mean gradients into shards, one per instance; None if every instance gets whole means."""
 
+    @property
+    @abstractmethod
+    def wholes(self) -> Sequence[torch.nn.Parameter]:
+        """The whole parameters, in the order in which the optimizer numbers their state."""
+
     @abstractmethod
     def apply(self, means: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
         """Update the parameters that have a mean gradient; others stay as they are, as with PyTorch's optimizers.
@@ -77,6 +82,11 @@ class WholeTorchUpdate(TorchUpdate):
     def shards(self) -> Shards | None:
         """None: the means are whole."""
         return None
+
+    @property
+    @override
+    def wholes(self) -> Sequence[torch.nn.Parameter]:
+        return parameters_of(self._optimizer)
 
     @override
     def apply(self, means: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
@@ -124,6 +134,11 @@ class ShardedTorchUpdate(TorchUpdate):
     def shards(self) -> Shards | None:
         """The shards of the state, if the transport can scatter reductions; None for whole means."""
         return self._shards if self._replicas.communicator.scatters_reductions else None
+
+    @property
+    @override
+    def wholes(self) -> Sequence[torch.nn.Parameter]:
+        return self._wholes
 
     def whole(self, number: int, array: np.ndarray) -> np.ndarray | PartOfArray:
         """Return an array of a parameter's state, as a `PartOfArray` if it is sharded.

@@ -2,4 +2,4 @@
 
 import strategies
 
-strategies.IPUStrategy(8)
+strategies.LocalStrategy(8)

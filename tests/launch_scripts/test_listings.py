@@ -23,7 +23,7 @@ VARIABLES = {  # variables that the tests check in each listing; only the last t
 }
 RUN = """
 import contextlib, io, json, pathlib, runpy, sys, numpy, strategies
-strategies.IPUStrategy(4)  # JAX's devices are fixed when it starts
+strategies.LocalStrategy(4)  # JAX's devices are fixed when it starts
 folder, results = map(pathlib.Path, sys.argv[1:3])
 for name, variables in json.loads(sys.argv[3]).items():
     with contextlib.redirect_stdout(io.StringIO()) as printed:

@@ -67,7 +67,7 @@ def test_defaults_depend_on_the_model():
     [
         (["--data", "nowhere.npz"], "nowhere.npz: no such file or directory"),
         (
-            ["--strategy", "ipu", "--replicas", "4", "--batch-size", "360"],
+            ["--strategy", "local", "--replicas", "4", "--batch-size", "360"],
             "--batch-size 360 on each of 4 replicas takes 1440 images per step and there are 1438 to train "
             "on; use at most 359",
         ),
@@ -143,6 +143,10 @@ def test_epochs_begin_at_the_data_set_s_position_and_end_with_the_last_step():
     assert dataset.position().epoch == 2
 
 
+def test_ipu_is_another_word_for_local():
+    assert train_digits.STRATEGIES["ipu"] is train_digits.STRATEGIES["local"]
+
+
 def test_each_image_of_the_test_set_is_tested_once():
     data, model = train_digits.load_digits("digits"), train_digits.MODELS["mlp"]
     strategy = strategies.IPUStrategy(num_replicas=3)
@@ -161,17 +165,17 @@ def test_stages_on_several_devices_train_as_on_one(model, monkeypatch, capsys):
 
     def variables_of(*arguments):
         words = ["--model", model, "--max-steps", "3", "--pipeline-stages", "2", *arguments]
-        monkeypatch.setattr(sys, "argv", [str(PROGRAM), "--strategy", "ipu", "--replicas", "2", *words])
+        monkeypatch.setattr(sys, "argv", [str(PROGRAM), "--strategy", "local", "--replicas", "2", *words])
         assert train_digits.main() == 0
         return re.findall(r"^variables (\w+)$", capsys.readouterr().out, re.MULTILINE)
 
     grouped = variables_of("--schedule", "grouped")
-    monkeypatch.setitem(train_digits.STRATEGIES, "ipu", lambda replicas, stages: train_digits.make_ipu(replicas, 1))
+    monkeypatch.setitem(train_digits.STRATEGIES, "local", lambda replicas, stages: train_digits.make_local(replicas, 1))
     assert grouped == variables_of("--schedule", "sequential")
     assert len(grouped) == 1
 
 
-OPTIONS = ("--strategy", "ipu", "--replicas", 3, "--max-steps", 31, "--seed", 7)
+OPTIONS = ("--strategy", "local", "--replicas", 3, "--max-steps", 31, "--seed", 7)
 
 
 @pytest.mark.complete
@@ -179,7 +183,7 @@ OPTIONS = ("--strategy", "ipu", "--replicas", 3, "--max-steps", 31, "--seed", 7)
 def test_the_result_is_written_as_json():
     done = start(*OPTIONS, "--json", "-")
     result = json.loads(done.stdout)
-    exact = {"strategy": "ipu", "model": "cnn", "instances": 1, "replicas": 3, "steps": 31, "epochs": 2}
+    exact = {"strategy": "local", "model": "cnn", "instances": 1, "replicas": 3, "steps": 31, "epochs": 2}
     assert exact.items() <= result.items()
     assert 0.1 < result["test_accuracy"] <= 1
     assert result["final_loss"] < 2.3
@@ -193,7 +197,7 @@ def test_the_result_is_written_as_json():
 @pytest.mark.complete
 @pytest.mark.parametrize("model", ["cnn", "mlp"])
 def test_default_settings_reach_95_percent(model):
-    done = start("--strategy", "ipu", "--replicas", 4, "--model", model, "--json", "-")
+    done = start("--strategy", "local", "--replicas", 4, "--model", model, "--json", "-")
     assert json.loads(done.stdout)["test_accuracy"] >= 0.95
 
 
@@ -215,19 +219,19 @@ class TestCheckpoints:
 
     def train(self, folder, steps):
         options = ("--replicas", 4, "--max-steps", steps, "--checkpoint-dir", folder, "--checkpoint-every", 10)
-        return start("--strategy", "ipu", "--model", "mlp", *options, "--json", "-")
+        return start("--strategy", "local", "--model", "mlp", *options, "--json", "-")
 
     def train_here(self, folder, steps, monkeypatch, capsys, *more):
         """Run a finished training in this process; return the status and the output."""
         options = ("--replicas", "4", "--max-steps", str(steps), "--checkpoint-dir", str(folder), *more)
-        words = ["--strategy", "ipu", "--model", "mlp", *options, "--json", "-"]
+        words = ["--strategy", "local", "--model", "mlp", *options, "--json", "-"]
         monkeypatch.setattr(sys, "argv", [str(PROGRAM), *words])
         return train_digits.main(), *capsys.readouterr()
 
     def test_a_training_resumes_at_its_last_checkpoint(self, tmp_path, monkeypatch, capsys):
         pytest.importorskip("orbax.checkpoint")
         folder = tmp_path / "checkpoints"
-        whole = start("--strategy", "ipu", "--model", "mlp", "--replicas", 4, "--max-steps", 31, "--json", "-")
+        whole = start("--strategy", "local", "--model", "mlp", "--replicas", 4, "--max-steps", 31, "--json", "-")
         first = self.train(folder, 13)
         assert "resuming" not in first.stderr
         assert sorted(path.name for path in folder.iterdir()) == ["step_00000010", "step_00000013"]
@@ -273,7 +277,7 @@ class TestHorovod:
     @functools.cache
     def alone():
         """Return the result of one process with both replicas."""
-        done = start("--strategy", "ipu", "--model", "mlp", "--replicas", 2, "--max-steps", 20, "--json", "-")
+        done = start("--strategy", "local", "--model", "mlp", "--replicas", 2, "--max-steps", 20, "--json", "-")
         return json.loads(done.stdout)
 
     def command(self, *more):

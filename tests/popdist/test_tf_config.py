@@ -416,7 +416,7 @@ class TestClusterResolver:
 
     @pytest.mark.parametrize("variables", [{}, {"TF_CONFIG": ""}])
     def test_a_missing_variable_is_refused_with_an_example(self, variables):
-        with pytest.raises(EnvironmentMismatchError, match="TF_CONFIG is not set.*; set it.*IPUStrategy") as caught:
+        with pytest.raises(EnvironmentMismatchError, match="TF_CONFIG is not set.*; set it.*LocalStrategy") as caught:
             popdist.TFConfigClusterResolver(environ=variables)
         assert EXAMPLE in str(caught.value)
 

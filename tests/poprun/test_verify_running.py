@@ -31,9 +31,9 @@ def test_instances_that_train_together_are_compared():
 
 
 def test_instances_that_train_separately_are_refused():
-    lines = [process(strategy="IPUStrategy"), layout(), step(0)]
+    lines = [process(strategy="LocalStrategy"), layout(), step(0)]
     check_processes(result_of(*lines), Run(1, 4))
-    with pytest.raises(PopRunError, match=r"each of the 2 instances trained for itself \(IPUStrategy\)"):
+    with pytest.raises(PopRunError, match=r"each of the 2 instances trained for itself \(LocalStrategy\)"):
         check_processes(result_of(*lines), Run(2, 4))
 
 

@@ -268,7 +268,7 @@ class TestDefaults:
     def test_strategies_are_refused_if_devices_are_never_attached(self, configure):
         configure(device_connection__type=2, device_connection__version="ipu2")
         with pytest.raises(
-            strategies.DeviceError, match="is NEVER in the configuration in force, but IPUStrategy would"
+            strategies.DeviceError, match="is NEVER in the configuration in force, but LocalStrategy would"
         ):
             strategies.IPUStrategy()
 

@@ -66,7 +66,7 @@ def test_a_trainer_records_into_the_folder_of_the_environment(strategy, tmp_path
     assert list(record.steps) == [(0, 0), (0, 1), (0, 2)]
     assert record.last_fingerprint == strategies.fingerprint(state.variables)
     [process] = record.processes
-    assert (process.instances, process.replicas, process.strategy) == (1, 4, "IPUStrategy")
+    assert (process.instances, process.replicas, process.strategy) == (1, 4, "LocalStrategy")
     assert process.facts["jax"] == jax.__version__
     assert process.facts["PJRT_NPROC"]
     parts = record.steps[0, 1].parts

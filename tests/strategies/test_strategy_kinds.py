@@ -1,4 +1,4 @@
-"""`PopDistStrategy` without a launcher in a process of its own, since a process joins once, and `IPUStrategy`.
+"""`PopDistStrategy` without a launcher in a process of its own, since a process joins once, and `LocalStrategy`.
 
 `tests/jobs/test_promises.py` covers launchers, and `tests/jobs/test_survival_jobs.py` the loss of an instance.
 """
@@ -66,22 +66,26 @@ def test_a_popdist_strategy_drives_the_replicas_of_popdist_init(in_new_process):
 # ---- the strategy of one process that drives all replicas
 
 
-def test_an_ipu_strategy_is_the_only_instance_with_all_replicas():
-    strategy = strategies.IPUStrategy(num_replicas=3)
+def test_the_name_of_the_original_is_the_local_strategy():
+    assert strategies.IPUStrategy is strategies.LocalStrategy
+
+
+def test_a_local_strategy_is_the_only_instance_with_all_replicas():
+    strategy = strategies.LocalStrategy(num_replicas=3)
     assert (strategy.num_instances, strategy.instance_index, strategy.num_replicas_in_sync) == (1, 0, 3)
     assert strategy.local_replicas == range(3)
     assert not strategy.can_carry_on
     assert not strategy.replicas.streams_gradients
 
 
-def test_an_ipu_strategy_writes_files_and_makes_variables():
-    extended = strategies.IPUStrategy().extended
+def test_a_local_strategy_writes_files_and_makes_variables():
+    extended = strategies.LocalStrategy().extended
     assert (extended.should_checkpoint, extended.should_save_summary) == (True, True)
     assert (extended.experimental_between_graph, extended.experimental_should_init) == (True, True)
 
 
 def test_reductions_cover_the_replicas_of_the_strategy():
-    strategy = strategies.IPUStrategy(3)
+    strategy = strategies.LocalStrategy(3)
     values = strategy.per_replica(lambda replica: np.float32(replica + 1))
     assert (float(strategy.reduce("sum", values)), float(strategy.reduce("mean", values))) == (6, 2)
 
@@ -89,7 +93,7 @@ def test_reductions_cover_the_replicas_of_the_strategy():
 @pytest.mark.parametrize(("number", "error"), [(0, ValueError), (-2, ValueError), (1.5, TypeError)])
 def test_fewer_than_one_replica_is_refused(number, error):
     with pytest.raises(error, match="num_replicas"):
-        strategies.IPUStrategy(number)
+        strategies.LocalStrategy(number)
 
 
 # ---- the role of an instance, in the terms of programs of the original
@@ -109,7 +113,7 @@ def test_every_instance_runs_the_program_and_makes_its_variables():
 
 
 def test_roles_are_read_only():
-    extended = strategies.IPUStrategy().extended
+    extended = strategies.LocalStrategy().extended
     with pytest.raises(FrozenInstanceError):
         extended.should_checkpoint = False
 

@@ -13,7 +13,7 @@ random = np.random.default_rng(0)
 inputs = random.standard_normal((4 * STEPS, 32, 8)).astype(np.float32)
 targets = inputs @ random.standard_normal((8, 1)).astype(np.float32)
 
-strategy = strategies.IPUStrategy(num_replicas=1)
+strategy = strategies.LocalStrategy(num_replicas=1)
 infeed = InfeedQueue({"x": x, "y": y} for x, y in zip(inputs, targets, strict=True))
 outfeed = OutfeedQueue()
 

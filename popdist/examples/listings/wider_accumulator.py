@@ -19,7 +19,7 @@ def loss_fn(variables, batch, key):
 
 def train(dtype):
     """Make one update with learning rate 1, with the sum of the gradients of all micro-batches."""
-    strategy = strategies.IPUStrategy(num_replicas=1)
+    strategy = strategies.LocalStrategy(num_replicas=1)
     trainer = strategies.Trainer(
         strategy,
         loss_fn,

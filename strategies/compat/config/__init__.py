@@ -3,7 +3,7 @@
     config = strategies.config.IPUConfig()
     config.auto_select_ipus = 4
     config.configure_ipu_system()
-    strategy = strategies.IPUStrategy()  # four replicas
+    strategy = strategies.LocalStrategy()  # four replicas
 
 This package does not need JAX.
 """

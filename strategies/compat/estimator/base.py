@@ -29,7 +29,7 @@ from strategies.compat.estimator.run_config import InputFunction, ModeKeys, RunC
 from strategies.compat.estimator.spec import IPUEstimatorSpec
 from strategies.data.sources import InputContext, Masked
 from strategies.errors import CheckpointError
-from strategies.ipu import IPUStrategy
+from strategies.local_strategy import LocalStrategy
 from strategies.strategy import Strategy, get_strategy
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer
@@ -106,7 +106,7 @@ class Estimator(ABC):
         self.model_dir = folders.pop() if folders else None
         devices = self.config.devices
         defaults = devices.ipu_options.check() if devices.ipu_options else None
-        self._alone = IPUStrategy(devices.num_replicas, devices.num_shards, defaults=defaults)
+        self._alone = LocalStrategy(devices.num_replicas, devices.num_shards, defaults=defaults)
         sizes = zip(_SIZES, (train_batch_size, eval_batch_size, predict_batch_size), strict=True)
         self._batch_sizes = {mode: size for mode, size in sizes if size is not None}
         if self._batch_sizes and "batch_size" in self.params:

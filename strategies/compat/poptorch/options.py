@@ -31,8 +31,8 @@ from strategies.compat.poptorch.outputs import Anchor
 from strategies.compat.poptorch.profiling import folder_wanted, record_job, recording_into, tell_too_late
 from strategies.compat.poptorch.without_effect import NO_COMPILER, NO_IPU, Accepted, Refused, methods_of
 from strategies.errors import FailedPreconditionError, StrategyError
-from strategies.ipu import IPUStrategy
 from strategies.job_strategies import PopDistStrategy
+from strategies.local_strategy import LocalStrategy
 from strategies.strategy import Strategy
 
 COMPILED_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
@@ -177,7 +177,7 @@ class Options(OptionGroup):
     def _new_strategy(self) -> Strategy:
         folder = folder_wanted(os.environ, self._Popart.engine_options)
         attached = () if folder is None else recording_into(folder, self.replication_factor)
-        return IPUStrategy(self.replication_factor, attached=attached)
+        return LocalStrategy(self.replication_factor, attached=attached)
 
     def deviceIterations(self, device_iterations: int) -> Options:
         """Set the number of updates, or of inference batches, of a call."""

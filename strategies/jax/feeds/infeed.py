@@ -60,10 +60,10 @@ class InfeedQueue:
 
     Example:
         >>> import numpy as np
-        >>> from strategies import InfeedQueue, IPUStrategy, loops
+        >>> from strategies import InfeedQueue, LocalStrategy, loops
         >>> infeed = InfeedQueue([np.float32(0), np.float32(1), np.float32(2)])
         >>> add = lambda total, element: total + element
-        >>> IPUStrategy(1).run(lambda: loops.repeat(3, add, np.float32(0), infeed))
+        >>> LocalStrategy(1).run(lambda: loops.repeat(3, add, np.float32(0), infeed))
         PerReplica(values=(array(3., dtype=float32),))
 
     Args:

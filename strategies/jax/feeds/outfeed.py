@@ -57,12 +57,12 @@ class OutfeedQueue:
 
     Example:
         >>> import numpy as np
-        >>> from strategies import IPUStrategy, OutfeedQueue, loops
+        >>> from strategies import LocalStrategy, OutfeedQueue, loops
         >>> outfeed = OutfeedQueue()
         >>> def body(number):
         ...     outfeed.enqueue(number * number)
         ...     return number + 1
-        >>> _ = IPUStrategy(1).run(lambda: loops.repeat(3, body, np.int32(0)))
+        >>> _ = LocalStrategy(1).run(lambda: loops.repeat(3, body, np.int32(0)))
         >>> outfeed.dequeue()
         array([0, 1, 4], dtype=int32)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-keras = pytest.importorskip("keras", reason="pip install '.[keras]'")
+keras = pytest.importorskip("keras", reason="pip install -e '.[keras]'")
 
 import strategies  # noqa: E402
 

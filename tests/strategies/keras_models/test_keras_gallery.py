@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-keras = pytest.importorskip("keras", reason="pip install '.[keras]'")
+keras = pytest.importorskip("keras", reason="pip install -e '.[keras]'")
 
 from keras_gallery.models import GALLERY, ROWS, Example  # noqa: E402
 from small_models import bits_of  # noqa: E402

@@ -23,7 +23,7 @@ def test_a_model_is_used_in_the_scope_that_made_it(alone):
             outside.predict(X, verbose=0)
         inside = regression()
     for use in ("fit", "evaluate", "predict", "train_on_batch"):
-        with pytest.raises(StrategyError, match=rf"inside the scope of a IPUStrategy, but {use} is called outside"):
+        with pytest.raises(StrategyError, match=rf"inside the scope of a LocalStrategy, but {use} is called outside"):
             getattr(inside, use)(X)
     with strategies.IPUStrategy(2).scope(), pytest.raises(StrategyError, match="outside of it"):
         inside.fit(X, TARGETS)

@@ -58,12 +58,12 @@ class SingleProcess(Membership):
 
 
 @final
-class IPUStrategy(Strategy):
+class LocalStrategy(Strategy):
     """All replicas in threads of this process; the reference for all other strategies.
 
     Example::
 
-        strategy = strategies.IPUStrategy(num_replicas=8)
+        strategy = strategies.LocalStrategy(num_replicas=8)
         trainer = strategies.Trainer(strategy, loss_fn, optax.adam(1e-3))
 
     Unlike the original's, its `num_replicas_in_sync` is the number of replicas, and it averages gradients. So a
@@ -96,8 +96,12 @@ class IPUStrategy(Strategy):
         self._given_defaults = defaults
 
     @override
-    def for_stages(self, stages: int) -> IPUStrategy:
+    def for_stages(self, stages: int) -> LocalStrategy:
         is_enough = positive("stages", stages) <= self.replicas.grid.ipus_per_replica
         if is_enough or self._divisible is None:
             return self
-        return IPUStrategy(self._divisible.replicas(stages), stages, defaults=self._given_defaults)
+        return LocalStrategy(self._divisible.replicas(stages), stages, defaults=self._given_defaults)
+
+
+IPUStrategy = LocalStrategy
+"""The name that the original has for a strategy of one process."""
