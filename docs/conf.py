@@ -8,7 +8,9 @@ import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+from bs4 import BeautifulSoup
 from sphinx.application import Sphinx
 from sphinx.domains.python import PyObject
 
@@ -16,7 +18,7 @@ DOCS = Path(__file__).parent
 sys.path[:0] = [str(DOCS), str(DOCS.parent)]  # autodoc imports the packages of this checkout
 
 from docstrings import restructured  # noqa: E402
-from site_map import listed, llms_txt  # noqa: E402
+from site_map import groups, listed, llms_txt  # noqa: E402
 
 from popdist.version import __version__  # noqa: E402
 
@@ -49,7 +51,7 @@ highlight_language = "text"  # blocks without a language are output of programs
 html_theme = "furo"
 html_title = f"{project} {release}"
 html_static_path = ["_static"]
-html_css_files = ["pictures.css"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
 copybutton_prompt_text = "$ "
@@ -62,6 +64,20 @@ def add_table_of_contents(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] += f"\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
 
 
+def name_groups(app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: object) -> None:
+    """Write the headings of index pages into the navigation, above the pages that they group."""
+    navigation = BeautifulSoup(context["furo_navigation_tree"], "html.parser")
+    for entry in navigation.select("li.has-children"):
+        pages = entry.find("ul").find_all("li", recursive=False)
+        for heading, first in reversed(_GROUPS.get(entry.find("a").text, [])):
+            name = navigation.new_tag("li", attrs={"class": "group"})
+            name.string = heading
+            pages[first].insert_before(name)
+    context["furo_navigation_tree"] = str(navigation)
+
+
+_INDEXES = [page.read_text(encoding="utf-8") for page in DOCS.glob("*/**/index.md")]
+_GROUPS = {text.partition("\n")[0].removeprefix("# "): groups(text) for text in _INDEXES}
 _OF_LIBRARY = re.compile(
     r"^```\{eval-rst\}\n\.\. automodule:: strategies\.(keras|torch)\b.*?^```\n", re.MULTILINE | re.DOTALL
 )
@@ -104,5 +120,6 @@ def setup(app: Sphinx) -> None:
             field.label = "Attributes"
     app.connect("source-read", add_table_of_contents)
     app.connect("source-read", leave_out_missing_library)
+    app.connect("html-page-context", name_groups, priority=600)  # after furo, which makes the tree
     app.connect("build-finished", write_for_language_models)
     app.connect("autodoc-process-docstring", translate_docstring, priority=400)

@@ -8,10 +8,17 @@ from pathlib import Path
 
 _LISTED = re.compile(r"^\* \[(?P<title>[^\]]+)\]\((?P<path>[\w/.-]+\.md)\): (?P<purpose>.+)$", re.MULTILINE)
 
+_HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
+
 
 def listed(index: str) -> list[str]:
     """Return the paths in the list of an index page, relative to it and in order."""
     return [item["path"] for item in _LISTED.finditer(index)]
+
+
+def groups(index: str) -> list[tuple[str, int]]:
+    """Return the headings of an index page, each with the number of pages that are listed above it."""
+    return [(heading[1], len(listed(index[: heading.start()]))) for heading in _HEADING.finditer(index)]
 
 
 def llms_txt(docs: Path) -> str:

@@ -127,6 +127,11 @@ class Process:
             network=read_network(os.environ),
         )
 
+    def refuse_in_child(self) -> None:
+        """Raise `ForkedProcessError` in a forked child of an instance."""
+        if self.communicator is not None:
+            self.communicator.refuse_in_child()
+
     def forget_backend(self) -> None:
         """Note that the backend is gone for good."""
         self.communicator = self.everybody = self.connect = None

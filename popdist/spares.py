@@ -49,7 +49,10 @@ def publish(entry: Callable[[], bytes]) -> None:
         entry: Function that encodes the result. It is called some time later, at the latest when the members change.
     """
     journal = process.journal
-    if journal is None or not journal.add(entry):
+    if journal is None:
+        return
+    process.refuse_in_child()
+    if not journal.add(entry):
         return
     if process.feeding is not None:
         process.feeding.pass_on(journal)
@@ -73,6 +76,7 @@ def next_entry() -> bytes | None:
     journal = process.journal
     if journal is None or not is_spare():
         raise LifeCycleError("only a spare reads the journal of the other instances")
+    process.refuse_in_child()
     with process.looking:
         _take_what_has_come(journal)
         if _has_to_join(journal):

@@ -113,3 +113,28 @@ def test_the_map_from_symptoms_leads_to_files_that_exist():
     places = re.findall(r"`((?:poprun|popdist|collectives|strategies|tests)/[\w/.]+)`", page_text("where_to_look.md"))
     assert len(places) > 30
     assert [place for place in places if not (ROOT / place).exists()] == []
+
+
+def rows_of(page, columns):
+    """Return the cells of the rows of a page's tables with a number of columns."""
+    lines = re.findall(r"^\| (.*) \|$", page_text(page), flags=re.MULTILINE)
+    return [cells for line in lines if len(cells := [cell.strip() for cell in line.split("|")]) == columns]
+
+
+def span_of(library, ours):
+    """Return the range of the figures of a library beside some of ours, as README writes it."""
+    rows = [row for row in rows_of("benchmarks.md", 5) if row[0] == library and re.match(ours, row[1])]
+    figures = [figure for row in rows for cell in row[2:] for figure in re.findall(r"[\d.]+", cell)]
+    return f"{min(figures, key=float)}-{max(figures, key=float)}"
+
+
+def test_figures_of_readme_are_those_of_the_pages_on_measurements():
+    of_libraries = {row[0]: row[3] for row in rows_of("README.md", 4)}
+    of_torch, of_jax = "`(strategies.torch|DistributedModel|trainingModel)", "`PopDistStrategy` with JAX"
+    tuned = f"with tuned settings {span_of('Horovod, PyTorch, tuned', of_jax)}"
+    assert of_libraries["PyTorch DDP"] == span_of("PyTorch DDP over gloo", of_torch)
+    assert of_libraries["Horovod"] == f"{span_of('Horovod, PyTorch', of_jax)}; {tuned}"
+    assert of_libraries["tf.distribute"] == span_of("TensorFlow 2.21, MultiWorkerMirroredStrategy, RING", "`IPU")
+    of_steps = {row[0]: row[1].partition(",")[0] for row in rows_of("gpu_measurements.md", 5)}
+    ours, plain = of_steps["`Trainer`, 1 replica on 1 instance"], of_steps["plain, one program"]
+    assert f"takes {ours} ms; plain JAX takes {plain} ms" in page_text("README.md")

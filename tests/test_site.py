@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import re
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
 import write_reference
 from docstrings import restructured
-from pages import DOCS, PAGES, ROOT, page_named, page_text
-from site_map import llms_txt
+from pages import DOCS, PAGES, ROOT, blocks_in, page_named, page_programs, page_text
+from site_map import groups, llms_txt
 
 from poprun.cli.launch_options import OPTIONS
 from poprun.hosts.remote import FORWARDED_FAMILIES, FORWARDED_NAMES
@@ -42,6 +43,22 @@ def test_every_page_is_listed_on_exactly_one_index_page():
 def test_every_list_item_of_an_index_page_names_a_page_and_its_purpose(index):
     items = re.findall(r"^[*-] .*$", index.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(items) == len(listed_on(index)) > 0
+
+
+@pytest.mark.parametrize("index", INDEXES, ids=lambda page: page.parent.name)
+def test_long_lists_of_an_index_page_have_headings(index):
+    """Readers of the navigation guess a group before a page."""
+    pages, found = len(listed_on(index)), groups(index.read_text(encoding="utf-8"))
+    assert found or pages <= 10 or index.parent.name == "api"
+    if index != INDEX and found:
+        firsts = [first for _, first in found]
+        assert firsts[0] == 0
+        assert max(after - before for before, after in pairwise([*firsts, pages])) <= 10
+        assert len(set(firsts) - {pages}) == len(firsts), "a heading has no pages"
+
+
+def test_the_start_page_shows_a_program_of_readme():
+    assert blocks_in(INDEX.read_text(encoding="utf-8"), "python") == page_programs("README.md")[1:]
 
 
 def test_every_page_begins_with_its_title():

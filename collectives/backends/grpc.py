@@ -188,7 +188,8 @@ def connect(
 
     Raises:
         ValueError: An address is invalid or listed twice, or `rank` has no address.
-        SecurityError: Plaintext would leave this machine, or the certificates cannot be used.
+        SecurityError: Plaintext would leave this machine, or the certificates cannot be used. With `shrinks`, a worker
+            listens at a TCP port without certificates and token.
         PeerRefusedError: This worker cannot listen at its address, or another worker refuses it.
         CollectiveTimeoutError: Some workers did not come in time.
     """

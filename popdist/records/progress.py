@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, final
+from weakref import WeakSet
 
 from popdist.records.wanted import Wanted, unpack_wanted
 
@@ -129,7 +130,7 @@ class ProgressRecord:
         state: Activity of the instance.
         since_s: Begin of that activity, on the host's `time.monotonic` clock.
         waiting_for: Instances for which it has waited long.
-        grace_s: Time that it may take to end after SIGTERM, because it has something to save.
+        grace_s: Time that it may take to end after SIGTERM or SIGINT, because it has something to save.
         heeded: Number of lost instances in the supervisor's last release that the instance has seen; 0: none.
         phase: Phase of the step, one of `PHASES`.
         made: Steps made, and their results.
@@ -281,7 +282,7 @@ class Progress(ABC):
 
     @abstractmethod
     def grace(self, seconds: float) -> None:
-        """Note how long the program may take to end by itself after SIGTERM; 0: the usual time."""
+        """Note how long the program may take to end by itself after SIGTERM or SIGINT; 0: the usual time."""
 
     @abstractmethod
     def leaving(self) -> None:
@@ -355,6 +356,7 @@ class ProgressPage(Progress):
     """The writing side of the page; also an instrument. One thread at a time; a note takes well under a microsecond."""
 
     __slots__ = (
+        "__weakref__",
         "_begun_ns",
         "_call",
         "_considered_word",
@@ -375,11 +377,7 @@ class ProgressPage(Progress):
     is_supervised = True
 
     def __init__(self, descriptor: int) -> None:
-        self._map = mmap.mmap(descriptor, PAGE_BYTES)
-        view = memoryview(self._map)
-        self._words = view.cast("Q")
-        self._label_at = view[_LABEL_OFFSET:]
-        self._losses = view[8 * _LOSS : 8 * _LOSS + 8]
+        self._write_to(mmap.mmap(descriptor, PAGE_BYTES))
         self._call: Call | None = None
         self._pending: Callable[[], float | None] | None = None
         self._begun_ns = self._waited_ns = self._lost = self._outer = 0
@@ -389,6 +387,18 @@ class ProgressPage(Progress):
         self._is_changing = False  # a change of the members is under way, and considers the wish
         self._words[_OWNER] = os.getpid()
         self._words[_STATE] = State.RUNNING.value
+        _pages.add(self)
+
+    def _write_to(self, page: mmap.mmap | bytearray) -> None:
+        self._map = page
+        view = memoryview(page)
+        self._words = view.cast("Q")
+        self._label_at = view[_LABEL_OFFSET:]
+        self._losses = view[8 * _LOSS : 8 * _LOSS + 8]
+
+    def leave_alone(self) -> None:
+        """Write to memory of this process from now on, because it is a forked child of the page's owner."""
+        self._write_to(bytearray(PAGE_BYTES))
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> ProgressPage | NoProgress:
@@ -586,6 +596,17 @@ class ProgressPage(Progress):
         self._label_at[: len(written)] = written
         self._words[_LABEL_LENGTH] = len(written)
         self._call = call
+
+
+_pages: WeakSet[ProgressPage] = WeakSet()
+
+
+def _leave_pages_alone() -> None:
+    for page in _pages:
+        page.leave_alone()
+
+
+os.register_at_fork(after_in_child=_leave_pages_alone)
 
 
 def new_page() -> bytes:

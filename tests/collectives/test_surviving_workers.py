@@ -42,6 +42,7 @@ from collectives.backends.grpc import (
 from collectives.calls import Call
 from collectives.clock import FakeClock
 from collectives.instruments import Instruments
+from collectives.network.security import TOKEN
 from collectives.network.wire import DaemonThreads
 
 SETTINGS = Settings(limits=Limits(timeout_s=LIMIT_S))
@@ -597,7 +598,7 @@ def assert_go_on(workers: Sequence[Worker], count: int) -> None:
 
 @in_a_job
 def test_the_others_go_on_without_a_killed_worker() -> None:
-    with running(Job(port_addresses(3), ["--shrinks"]), "rounds") as workers:
+    with running(Job(port_addresses(3), ["--shrinks"], {TOKEN: "secret"}), "rounds") as workers:
         until_first_round(workers)
         workers.pop(0).kill()
         assert_go_on(workers, 2)
@@ -608,7 +609,8 @@ def test_the_others_go_on_without_a_killed_worker() -> None:
 def test_the_others_go_on_without_a_stopped_worker_which_then_ends() -> None:
     """The stop lasts longer than `stall_warning_s`."""
     addresses = port_addresses(3)
-    with running(Job(addresses, ["--shrinks", "--stall-warning-s", "6"]), "rounds") as workers:
+    job = Job(addresses, ["--shrinks", "--stall-warning-s", "6"], {TOKEN: "secret"})
+    with running(job, "rounds") as workers:
         until_first_round(workers)
         workers[1].stop()
         others = [workers[0], workers[2]]
@@ -626,7 +628,7 @@ def test_the_others_go_on_without_a_stopped_worker_which_then_ends() -> None:
 def test_the_larger_part_of_a_cut_network_goes_on(hosts: Sequence[str]) -> None:
     """The worker behind the cut ends, and says why."""
     addresses = [f"{HOSTS[0]}:3737", f"{HOSTS[0]}:3738", f"{HOSTS[1]}:3737"]
-    job = Job(addresses, ["--shrinks"], {"POPDIST_GRPC_INSECURE": "1"})
+    job = Job(addresses, ["--shrinks"], {"POPDIST_GRPC_INSECURE": "1", TOKEN: "secret"})
     with on_hosts(job, [hosts[0], hosts[0], hosts[1]]) as workers:
         until_first_round(workers)
         unplug(hosts[0])

@@ -117,6 +117,7 @@ class TestPlainPrograms:
         check(finished, 127, 0, "ended with exit status 127")
         assert f"cannot start {script}" in finished.stderr
 
+    @pytest.mark.cores(2)
     def test_an_instance_may_end_early_when_none_waits_for_it(self):
         program = "import os, sys\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1': print(sum(range(10**7)))\n"
         finished = run(*two(program))
@@ -224,6 +225,7 @@ class TestTheControlSocket:
         assert finished.lines_of(0) == finished.lines_of(1) == ["said"]
         assert "Traceback" not in finished.stderr
 
+    @pytest.mark.cores(2)
     def test_an_overwritten_progress_page_gives_one_warning(self):
         program = f"{PROGRESS_HEAD}page._words[2] = 99\n"
         finished = run(*two(program))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import strategies
 import strategies.trees as trees
 from strategies.core.journal import BecameSpareError, InstanceProgress, Journal, Recorded
 from strategies.errors import SpareError
+from strategies.jax.replicas.entry_nodes import TreeNodes
 from strategies.placeholders import (
     ENTRY_LIMIT,
     Placeholder,
@@ -50,13 +52,27 @@ class Member:
         return self.entries.pop(0)
 
 
+RAN = []
+
+
+def run(code):
+    RAN.append(code)
+
+
+class Stranger:
+    """An object whose pickle calls a function."""
+
+    def __reduce__(self):
+        return run, ("code of a stranger",)
+
+
 def number(kind="count"):
     return Recorded(kind, lambda found: lambda: found, lambda told: told)
 
 
 def journal_of(member):
     progress = InstanceProgress()
-    return Journal(member, progress), progress
+    return Journal(member, progress, TreeNodes()), progress
 
 
 def recorded(*bodies, kind="count"):
@@ -133,8 +149,21 @@ class TestSparesThatCannotFollow:
 
     def test_a_result_that_cannot_be_encoded_is_refused_on_the_spare_only(self):
         journal, _ = journal_of(Member(recorded(lambda: lambda: None)))
-        with pytest.raises(SpareError, match="its result cannot be kept"):
+        with pytest.raises(SpareError, match="its result cannot be kept: TypeError: .* builtins.function"):
             journal.perform(number(), refuse)
+
+    def test_an_entry_runs_no_code_of_its_sender(self):
+        """A pickle would: any process that takes the place of the feeding instance could send one."""
+        journal, _ = journal_of(Member([pickle.dumps(("count", 1, 0, Stranger(), ""))]))
+        with pytest.raises(SpareError, match="an entry of the journal is damaged: part 0 ends at byte"):
+            journal.perform(number(), refuse)
+        assert not RAN
+
+    def test_a_result_of_another_form_is_refused(self):
+        journal, _ = journal_of(Member(recorded(lambda: "text")))
+        pair = Recorded("count", lambda found: lambda: found, lambda told: told["number"])
+        with pytest.raises(SpareError, match="the result of 'count' .* has another form than this program's"):
+            journal.perform(pair, refuse)
 
     def test_an_operation_without_results_is_refused_when_the_others_have_gone_on(self):
         member = Member()
