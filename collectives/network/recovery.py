@@ -96,9 +96,12 @@ class Recovery:
             before = (agreement.view, agreement.excluded)
             others_lost = agreement.hear(peer.rank, said)
             self.note()
-            has_changed = (agreement.view, agreement.excluded) != before
             for rank, why in others_lost.items():
                 node.lose(node.peers[rank], why)
+            for other in node.peers.values():
+                if other.is_lost and other.rank in agreement.view.alive:  # it joins, and was lost here before
+                    self.lose(other, "its connection broke")
+            has_changed = (agreement.view, agreement.excluded) != before
         if has_changed:
             node.tell_change()
 

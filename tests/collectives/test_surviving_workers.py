@@ -550,6 +550,33 @@ def test_a_worker_that_may_join_and_does_not_come_is_given_up_at_the_limit() -> 
             connect_survivors(SETTINGS, late)
 
 
+def test_a_member_gives_up_a_worker_that_joins_and_that_it_cannot_reach() -> None:
+    """The link between these two has broken before the first member lets the worker join."""
+    with socket_addresses(4) as addresses:
+        group, pool = WorkerThreads(addresses), DaemonThreads()
+        left = survivors_of(group, lost=[1])
+        again = group.connect(1, shrinks=True)
+        link_with_joiner(left[0])
+        last = node_of(left[-1])
+        last.lose(last.peers[1], "its connection broke")
+        may_join(again, ENTRIES)
+
+        def go_on_without(communicator: Communicator) -> list[int]:
+            found: list[int] = []
+            lose(communicator)
+            for _ in range(3):
+                communicator = go_on(communicator)
+                with contextlib.suppress(PeerLostError):
+                    found = left_by(communicator.rank, communicator)
+                    break
+            communicator.abandon()
+            return found
+
+        found = [each.result(LIMIT_S) for each in [pool.submit(go_on_without, each) for each in left]]
+        assert found == [[0, 1, 2]] * 3
+        again.abandon()
+
+
 # ---- processes
 
 

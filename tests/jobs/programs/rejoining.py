@@ -53,11 +53,17 @@ class Sums:
         comes_to("handover")
         own = np.array([float(self.step), self.total, self.is_over])
         found = popdist.communicator().all_gather(own, name="sums")
-        self.take(*found[found[:, 0].argmax()])
+        newest = found[found[:, 0].argmax()]
+        if newest[0] > self.step:  # its journal needs the step that others have completed
+            self.complete(*newest)
         spares.takes_values()
 
     def take(self, step, total, is_over):
         self.step, self.total, self.is_over = int(step), float(total), bool(is_over)
+
+    def complete(self, step, total, is_over):
+        self.take(step, total, is_over)
+        spares.publish(lambda: f"{step} {total} {int(is_over)}".encode())
 
     def add(self):
         time.sleep(STEP_S)
@@ -65,12 +71,10 @@ class Sums:
         mine = [sum((self.step + 1.0) * (replica + 1) for replica in instance.local_replica_range)]
         both = np.array([*mine, float(self.is_asked.is_set())])
         popdist.communicator().all_reduce(both, "sum")
-        step, total, is_over = self.step + 1, self.total + both[0], bool(both[1])
-        self.take(step, total, is_over)
-        spares.publish(lambda: f"{step} {total} {int(is_over)}".encode())
-        if instance.count != self.count or step % STEPS_SHOWN == 0:
+        self.complete(self.step + 1, self.total + both[0], bool(both[1]))
+        if instance.count != self.count or self.step % STEPS_SHOWN == 0:
             self.count = instance.count
-            print(f"step {step} of {self.count} workers", flush=True)
+            print(f"step {self.step} of {self.count} workers", flush=True)
 
     def replay(self):
         """Take the next step from the journal; return False if this process joins the others instead."""
@@ -94,7 +98,8 @@ class Sums:
                 if is_new or progress().is_resize_due:
                     carry_on()
                     self.meet()
-                self.add()
+                if not self.is_over:
+                    self.add()
                 break
             except (PeerLostError, BrokenError):
                 is_new = True
