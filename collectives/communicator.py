@@ -9,20 +9,24 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from collectives import collective_ops
+from collectives import collective_ops, forks
 from collectives.calls import CLOSE, Call
-from collectives.errors import BrokenError, BusyError, ClosedError, LayoutMismatchError
+from collectives.errors import BrokenError, BusyError, ClosedError, ForkedProcessError, LayoutMismatchError
 from collectives.instruments import Instruments, is_seen
 from collectives.named import Handle, NamedQueue
-from collectives.point_to_point.link import Link
+from collectives.point_to_point.link import Link, RefusingLink
 from collectives.prepared import ORDERED, Key, PreparedReductions
 from collectives.requests import Carried, Preparations, Request, Result
 from collectives.transport import Prepared, Transport
 from collectives.waiting import Limits, Watch
+
+_ENDS = (ClosedError, ForkedProcessError)
+"""Why a communicator has nothing to release."""
 
 
 class Communicator:
@@ -51,6 +55,9 @@ class Communicator:
     **Threads.** One thread at a time makes synchronous calls. `start_...` begins a named collective, which is matched
     by its name: ranks and threads may start names in different orders. A deadlock is possible if ranks wait for one
     name before they start the next, in different orders. All ranks in the cycle raise `LayoutMismatchError` at once.
+
+    **Forks.** A forked child may read attributes of a communicator of its parent. Other calls raise
+    `ForkedProcessError`, and `close` and `abandon` do nothing. The parent does not notice.
 
     **Time.** Every wait logs a warning after each `stall_warning_s`, and raises `CollectiveTimeoutError` after
     `timeout_s`.
@@ -92,6 +99,7 @@ class Communicator:
         self._preparations = Preparations(self.rank, self.size)
         self._prepared = PreparedReductions(transport, self._preparations.place_of)
         self._let_see(instruments)
+        forks.keep_from_children(self)
 
     # ---- synchronous collectives
 
@@ -336,6 +344,7 @@ class Communicator:
     @property
     def link(self) -> Link | None:
         """The link that carries messages, for measurements while no collective runs; None without messages."""
+        self.refuse_in_child()
         found: Link | None = getattr(self._transport, "link", None)
         return found
 
@@ -367,6 +376,7 @@ class Communicator:
         Raises:
             ValueError: `ranks` repeats a rank, has a rank that does not exist, or lacks this rank.
         """
+        self.refuse_in_child()
         members = list(ranks)
         if len(set(members)) != len(members) or not all(0 <= rank < self.size for rank in members):
             raise ValueError(f"{members} is no group of ranks here; name different ranks of 0 to {self.size - 1}")
@@ -382,7 +392,7 @@ class Communicator:
         Raises:
             LayoutMismatchError: Another rank calls a collective instead. Raised on all ranks; resources are released.
         """
-        if isinstance(self._state, ClosedError):
+        if isinstance(self._state, _ENDS):
             return
         if self._state is not None:
             self.abandon()
@@ -401,12 +411,38 @@ class Communicator:
 
     def abandon(self) -> None:
         """Release all resources without waiting for other ranks; pending collectives fail."""
-        if not isinstance(self._state, ClosedError):
+        if not isinstance(self._state, _ENDS):
             self._state = ClosedError(f"this communicator of {self.size} ranks has been closed")
             self._named.abandon()
             self._transport.close()
             if self.beside is not None:
                 self.beside.close()
+
+    # ---- forks
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process is a forked child of the one that has made the communicator."""
+        return isinstance(self._state, ForkedProcessError)
+
+    def refuse_in_child(self) -> None:
+        """Raise `ForkedProcessError` in a forked child of the process that has made the communicator."""
+        if isinstance(self._state, ForkedProcessError):
+            raise self._state
+
+    def disown(self) -> None:
+        """Refuse all calls from now on, because this process is a forked child; see `Belonging`."""
+        self._state = error = forks.refusal(f"rank {self.rank} of {self.size}")
+        self._lock = threading.Lock()
+        self._prepared.calls.clear()  # they would take the arrays of a call before `_run` refuses it
+        if self.beside is not None:
+            self.beside = RefusingLink(self.beside, error)
+        if self.part is not None:
+            self.part = self._refused
+
+    def _refused(self, ranks: Sequence[int]) -> NoReturn:
+        assert self._state is not None
+        raise self._state
 
     def __enter__(self) -> Communicator:
         return self

@@ -8,6 +8,7 @@ CollectiveError
 ├── SecurityError           the connection would not be safe, or its certificates are unusable: fix the settings
 ├── BrokenError             an earlier call failed half-way: make a new communicator
 ├── ClosedError             the communicator is closed: do not use it any more
+├── ForkedProcessError      a forked child called: call in the parent, and pass the results to the child
 ├── BusyError               two threads called at the same time: use the named asynchronous calls
 ├── UnsupportedBufferError  no collective takes this dtype, layout or shape: pass another array (also a TypeError)
 ├── CudaError               the CUDA driver refused a call: set POPDIST_EXCHANGE=host
@@ -51,7 +52,7 @@ class PeerRefusedError(CollectiveError):
 
 
 class SecurityError(CollectiveError):
-    """Plaintext that would leave this machine, or unusable certificates or keys."""
+    """Plaintext that would leave this machine, unusable certificates or keys, or places that any user could take."""
 
 
 class BrokenError(CollectiveError):
@@ -60,6 +61,10 @@ class BrokenError(CollectiveError):
 
 class ClosedError(CollectiveError):
     """A call of a communicator that has been closed."""
+
+
+class ForkedProcessError(CollectiveError):
+    """A call in a forked child of the process that has made the communicator or the connection."""
 
 
 class BusyError(CollectiveError):

@@ -64,17 +64,19 @@ class RankGroup:
         names: Name of each rank in messages.
         instances: Instance of each rank, for instruments.
         lost: Function that returns why waiting for the given ranks is useless, or "" if it is not.
+        gives_up: Function that gives up ranks for whose sake no wait may fail, see `Watch`.
     """
 
     rank: int
     names: Sequence[str]
     instances: Sequence[int]
     lost: Callable[[Sequence[int]], str] = lambda awaited: ""
+    gives_up: Callable[[], bool] = lambda: False
 
     def watch(self, settings: Settings) -> Watch:
         """Return a new watch for one channel of this group."""
         watch = Watch(self.rank, self.names, self.instances, settings.limits, settings.progress, settings.spins)
-        watch.lost = self.lost
+        watch.lost, watch.gives_up = self.lost, self.gives_up
         return watch
 
 

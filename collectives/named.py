@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from collectives import forks
 from collectives.agreement import exchange_bytes, layout_mismatch
 from collectives.calls import CLOSE, Call, describe_crossing
 from collectives.deadlock import Key, WaitingThreads, crossed_ranks
@@ -58,6 +59,7 @@ class Handle:
         self._instruments = instruments
         self._waits = waits
         self._finished = threading.Event()
+        self._made_in = forks.generation
         self._result: np.ndarray | None = None
         self._error: BaseException | None = None
         self._missing: Sequence[int] = ()
@@ -73,6 +75,7 @@ class Handle:
             CollectiveError: The errors of the synchronous call. The limit of the wait is the communicator's
                 `timeout_s`.
         """
+        forks.refuse_in_child(self._made_in, "the process that has started it")
         if not self._finished.wait(_SHORT_WAIT_S):
             self._instruments.operation_begins(self.number, self.call)
             with self._waits.until(self):
@@ -311,7 +314,7 @@ class NamedQueue:
                 f"{', '.join(names[rank] for rank in missing)} "
                 f"in {entry.handle.call.title}{self._started_instead(missing)}"
             )
-            if now - entry.since >= limits.timeout_s:
+            if now - entry.since >= limits.timeout_s and not (self._watch.lost(missing) or self._watch.gives_up()):
                 del self._pending[key]
                 entry.handle._fail(CollectiveTimeoutError(f"{facts}: gave up after timeout_s = {limits.timeout_s:g}"))
             elif now >= entry.next_warning:

@@ -48,6 +48,10 @@ def _nobody_is_lost(awaited: Sequence[int]) -> str:
     return ""
 
 
+def _gives_nobody_up() -> bool:
+    return False
+
+
 def _by_polling() -> None:
     return None
 
@@ -68,6 +72,8 @@ class Watch:
         number: Number of the current call in the sequence, set by the same code.
         cancelled: Flag that another thread sets to end a long wait with `PeerLostError`.
         lost: Function that returns why waiting for the given ranks is useless, or ""; called during long waits.
+        gives_up: Function that is called when a wait reaches its limit. It returns True if it has given up ranks that
+            are about to join, so that `lost` ends the wait.
         pausing: Function that is called when a wait does not end at once. It returns a function that pauses until
             something may have happened or the given seconds have passed; None: the wait has to poll.
     """
@@ -90,6 +96,7 @@ class Watch:
         self.number = 0
         self.cancelled = False
         self.lost: Callable[[Sequence[int]], str] = _nobody_is_lost
+        self.gives_up: Callable[[], bool] = _gives_nobody_up
         self.pausing: Callable[[], Callable[[float], None] | None] = _by_polling
         self._instances = instances
         self.instruments = instruments
@@ -165,7 +172,7 @@ class Watch:
             if pause == _LONGEST_SLEEP_S and now >= next_note:
                 next_note = now + _NOTE_EVERY_S
                 self.note(missing())
-            if now >= give_up and not ready():
+            if now >= give_up and not (ready() or self.lost(missing()) or self.gives_up()):
                 waited = f"timeout_s = {self.limits.timeout_s:g}"
                 raise CollectiveTimeoutError(f"{self._facts(now - started, missing())}: gave up after {waited}")
             if now >= next_warning:

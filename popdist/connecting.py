@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -113,13 +112,14 @@ def start_mpi() -> None:
         return
     import mpi4py
 
+    from collectives import forks
     from collectives.open_mpi import open_mpi_prepared
 
     mpi4py.rc.finalize = False  # a failing instance must not wait for the others in MPI_Finalize
     with open_mpi_prepared():
         from mpi4py import MPI  # noqa: F401  # starts it
 
-    atexit.register(finalize_mpi)
+    forks.at_exit(finalize_mpi)
 
 
 def finalize_mpi() -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from popdist import rejoining
 from popdist.connecting import backend_of, check_rank, connect_default
+from popdist.environments.detection import describe_left_out_replicas
 from popdist.environments.poprun import RESERVE_VARIABLE, SPARE_VARIABLE, num_spares
 from popdist.environments.tf_config import Cluster
 from popdist.errors import LifeCycleError
@@ -18,6 +19,7 @@ from popdist.instance import Instance
 from popdist.leaving import can_carry_on, disconnect, watch_exit
 from popdist.places import take_first_places
 from popdist.process import ConnectBackend, group, process
+from popdist.records.faults import ATTEMPT_VARIABLE
 from popdist.records.progress import Progress, ProgressPage, Role
 from popdist.records.watched import show_stack_when_asked
 from popdist.spawned import join_once, leave_job, refuse_while_spawned
@@ -62,12 +64,12 @@ def init(num_replicas: int | None = None) -> None:
     initializeBackend()
 
 
-def join_cluster(cluster: Cluster, num_replicas: int, goes_on: bool = False) -> None:
+def join_cluster(cluster: Cluster, num_replicas: int | None, goes_on: bool = False) -> None:
     """Call `init` as a worker of `cluster`, whatever the environment says.
 
     Args:
         cluster: Addresses of all workers.
-        num_replicas: Total number of replicas.
+        num_replicas: Total number of replicas. None: one for each worker.
         goes_on: Whether the other workers go on if one is lost; the same on all workers.
 
     Raises:
@@ -133,6 +135,8 @@ def initializeBackend() -> None:
     process.attach(ProgressPage.from_environ(os.environ), instance)
     show_stack_when_asked(os.environ)
     _check_packages(instance)
+    if instance.is_leader and os.environ.get(ATTEMPT_VARIABLE, "0") == "0":  # once for the job, not at each restart
+        _warn(describe_left_out_replicas(instance, process.num_replicas, os.environ))
     process.communicator = everybody = process.connect(process.settings(), instance)
     process.progress.joined()
     if process.timeline is not None:
@@ -211,6 +215,7 @@ def join_besides(connect: ConnectBackend) -> Communicator:
         LifeCycleError: `init` has not been called, the new communicator numbers the instances differently, or the job
             has spares.
     """
+    process.refuse_in_child()
     if process.communicator is None or process.instance is None:
         raise LifeCycleError("the instances are not connected yet; call popdist.init first")
     if process.journal is not None:
@@ -237,6 +242,13 @@ def _check_packages(instance: Instance) -> None:
     from popdist.hidden_packages import check_packages
 
     check_packages(says_so=instance.is_leader and not process.progress.is_supervised)
+
+
+def _warn(text: str) -> None:
+    if text:
+        import logging
+
+        logging.getLogger(__name__).warning(text)
 
 
 def _register(connect: ConnectBackend) -> None:

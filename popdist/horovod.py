@@ -7,7 +7,6 @@ accepts; results are NumPy arrays. Operations are matched by name, or without a 
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import time
@@ -141,6 +140,7 @@ def shutdown() -> None:
     global _communicator, _was_shut_down
     if not is_initialized():
         return
+    _backend().refuse_in_child()
     if _communicator is not None:
         _communicator.close()
         _communicator = None
@@ -156,12 +156,8 @@ def _end_without_horovod() -> None:
     process.
     """
     if is_initialized():
-        import ctypes
-
         time.sleep(_LET_GO_S)
-        atexit.unregister(_backend().hvd.mpi_ops._basics.shutdown)
-        libc = ctypes.CDLL(None)
-        libc.on_exit(libc._exit, None)  # runs with the exit status, after Python has ended
+        _backend().end_at_once()
 
 
 def is_initialized() -> bool:

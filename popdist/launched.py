@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn, cast
 
 from popdist.context import instance
@@ -19,6 +20,8 @@ from popdist.launching.travelling import know_sources, pack, unpack
 from popdist.process import process
 from popdist.records.faults import ATTEMPT_VARIABLE
 from popdist.records.progress import Role
+
+_OF_SIGNALS = 128
 
 
 def main() -> None:
@@ -42,9 +45,12 @@ def main() -> None:
         value = function(*args)
     except SystemExit as error:
         if error.code not in (None, 0):
+            follows_from_signal = isinstance(error.code, int) and error.code >= _OF_SIGNALS  # poprun explains it
+            if os.getpid() == own and not follows_from_signal:
+                _report(channel, error)
             raise
         value = None
-    except Exception as error:
+    except BaseException as error:
         if os.getpid() != own:
             raise
         _fail(channel, error)
@@ -69,17 +75,24 @@ def _send_result(channel: LaunchChannel, value: object) -> None:
     channel.send(InstanceResult(_sender(), parts).pack())
 
 
-def _fail(channel: LaunchChannel, error: Exception) -> NoReturn:
+def _fail(channel: LaunchChannel, error: BaseException) -> NoReturn:
     """Report an exception, which the launching process raises again, and end this process."""
+    _report(channel, error)
+    sys.exit(1)
+
+
+def _report(channel: LaunchChannel, error: BaseException) -> None:
+    """Report an exception. One that is no `Exception`, such as a KeyboardInterrupt, is not raised again, but named."""
     own = error.__traceback__
     trace = "".join(traceback.format_exception(type(error), error, own and own.tb_next))
-    said = "".join(traceback.format_exception_only(error)).strip()
-    try:
-        parts = pack(error)
-    except Exception:  # of any kind, because the exception's class may do anything
-        parts = []
-    channel.send(InstanceFailure(_sender(), said, trace, follows_from_another(error), parts).pack())
-    sys.exit(1)
+    said, parts, follows = "".join(traceback.format_exception_only(error)).strip(), [], False
+    if isinstance(error, Exception):
+        follows = follows_from_another(error)
+        with suppress(Exception):  # of any kind, because the exception's class may do anything
+            parts = pack(error)
+    else:
+        said = f"the function has ended with {said}"
+    channel.send(InstanceFailure(_sender(), said, trace, follows, parts).pack())
 
 
 def _sender() -> ReportSender:

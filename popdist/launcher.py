@@ -52,7 +52,8 @@ def launch(
 
     Raises:
         Exception: An exception of the function, of any type. Its cause shows the traceback in the instance.
-        LaunchError: The job cannot be started, or an instance ended without a result or an exception.
+        LaunchError: The job cannot be started, or an instance ended without a result or an exception. Also if the
+            function ended with another exception, such as SystemExit or KeyboardInterrupt, which the message names.
         LifeCycleError: This process is an instance of a job.
         TypeError: The function, or an object that it refers to, cannot be pickled.
         KeyboardInterrupt: The user interrupted this process. The job has ended.
@@ -79,7 +80,7 @@ def launch(
             if isinstance(report, InstanceFailure):  # the job went on without the instance, or was restarted
                 print(f"{report.sender} failed, and the job went on:\n{report.trace}", file=sys.stderr)
         return cast("list[_Result]", results_of(reports, status))
-    error = cause_of(reports)
+    error = cause_of(reports, status)
     if error is None:
         raise LaunchError(
             f"the job of {name_of(function)} has ended with status {status}, without an exception of the function's "

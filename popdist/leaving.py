@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Callable
 
@@ -54,15 +53,18 @@ def carry_on() -> Instance:
     Raises:
         LifeCycleError: The job was not started to continue after losses.
     """
+    process.refuse_in_child()
     if process.communicator is None or process.instance is None or not can_carry_on():
         raise LifeCycleError(
             "the job cannot go on without an instance; start it with poprun --on-failure shrink, or make all workers "
             "with IPUMultiWorkerStrategy(on_failure='shrink')"
         )
+    if not process.is_chosen:
+        if process.lacks_values:  # those that had chosen it are lost before it has got the variables
+            process.role = Role.SPARE
+        connect_survivors(process.role)
     if process.is_chosen:
         process.role, process.is_chosen = Role.ACTIVE, False
-    else:
-        connect_survivors(process.role)
     for forget in _at_renumbering:
         forget()
     if process.role is Role.ACTIVE:
@@ -111,6 +113,7 @@ def connect_survivors(role: Role) -> None:
 
 def disconnect() -> None:
     """Wait until all instances disconnect, then disconnect; see `finalizeBackend`."""
+    process.refuse_in_child()
     with process.looking:  # the thread of `popdist.reserve` may be in a change of the members; then it ends
         process.is_ready = True
     if can_carry_on():
@@ -136,7 +139,7 @@ def _end_with_who_is_left() -> None:
     from collectives import BrokenError, ClosedError, PeerLostError
 
     process.progress.leaving()
-    if process.workers_go_on and process.role is Role.ACTIVE:
+    if process.workers_go_on:
         rejoining.end()
     while True:
         try:
@@ -168,14 +171,15 @@ def watch_exit() -> None:
     """Make a finished program wait for the others at exit, and a failed program leave at once."""
     if process.watches_exit:
         return
+    from collectives import forks
     from popdist.failing import LastThreads, notice_failure
 
     process.watches_exit = True
-    atexit.register(_leave)
+    forks.at_exit(_leave)
     last_threads = LastThreads(lambda: process.has_failed, _abandon)
 
     def note_failure(status: int) -> None:
-        if process.communicator is None:
+        if process.communicator is None or process.communicator.is_inherited:
             return
         process.failed_at = process.calls_made
         if process.communicator.size > 1:
@@ -198,15 +202,19 @@ def end_before_mpi(at_end: Callable[[], None], at_failure: Callable[[], None]) -
 def leave_first() -> None:
     """Let this instance wait for the others before the exit handlers that exist now, which may end what others use."""
     if process.watches_exit:
-        atexit.unregister(_leave)  # exit handlers run in reverse order
-        atexit.register(_leave)
+        from collectives import forks
+
+        forks.not_at_exit(_leave)  # exit handlers run in reverse order
+        forks.at_exit(_leave)
 
 
 def _abandon() -> None:
     """Leave the job at once, without waiting for the others."""
+    from collectives import forks
+
     for communicator in process.every_communicator:
         communicator.abandon()
-    atexit.unregister(connecting.finalize_mpi)
+    forks.not_at_exit(connecting.finalize_mpi)
     if process.at_failure is not None:
         process.at_failure()
 

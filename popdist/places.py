@@ -36,6 +36,7 @@ def take_first_places(everybody: Communicator, num_spares: int) -> None:
         process.communicator = _part_of(everybody, range(count))
     else:
         process.communicator = process.alone = _alone()
+        process.lacks_values = True
     _connect_journal(everybody, spares, feeder=0)
     process.progress.takes_role(process.role is Role.SPARE)
 
@@ -83,7 +84,7 @@ def take_places(everybody: Communicator, role: Role) -> None:
 def _fall_asleep() -> None:
     """Become a spare: the program has done all operations of the journal itself."""
     assert process.journal is not None
-    process.role = Role.SPARE
+    process.role, process.lacks_values = Role.SPARE, True
     process.journal.encode()
     process.journal.read = len(process.journal)
 

@@ -55,6 +55,7 @@ class Process:
     is_ready: bool = True  # whether this process may become active; not while a reserve catches up with the others
     looking: Lock = field(default_factory=Lock)  # held by the thread of a spare that looks for news
     is_chosen: bool = False  # whether this spare is connected with the active instances, and has not joined them yet
+    lacks_values: bool = False  # whether this process has been a spare, and has not got the variables of the others yet
     target: int = 0  # the wanted number of active instances
     journal: KeptJournal | None = None  # the results of operations, if the job has spares
     feeding: Feeding | None = None  # on the instance that passes the journal on
@@ -125,6 +126,11 @@ class Process:
             mechanism=read_mechanism(os.environ),
             network=read_network(os.environ),
         )
+
+    def refuse_in_child(self) -> None:
+        """Raise `ForkedProcessError` in a forked child of an instance."""
+        if self.communicator is not None:
+            self.communicator.refuse_in_child()
 
     def forget_backend(self) -> None:
         """Note that the backend is gone for good."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ from popdist.standby import Fed, Feeding, KeptJournal
 if TYPE_CHECKING:
     from collectives import Communicator
     from collectives.point_to_point.link import Link
+
+logger = logging.getLogger(__name__)
 
 _feeding: tuple[Link, Feeding] | None = None
 
@@ -28,6 +31,7 @@ def take_place(communicator: Communicator) -> None:
     assert communicator.beside is not None
     count = process.instance.count
     process.role, process.is_ready, process.alone = Role.SPARE, False, communicator
+    process.lacks_values = True
     process.fed = Fed(communicator.beside, 0)
     process.instance = process.instance.renumbered(count - 1, count)  # never that of the chief
 
@@ -37,10 +41,14 @@ def is_waiting() -> bool:
     return process.workers_go_on and process.alone is not None and bool(_grpc().is_waiting(process.alone))
 
 
-def may_join() -> None:
-    """Tell the other workers that this one, which was started again, has read the journal to its end."""
+def may_join(has_read: int) -> None:
+    """Tell the other workers how many entries this one has read, if it was started again, and that no others are here.
+
+    Args:
+        has_read: The number of entries.
+    """
     if is_waiting():
-        _grpc().may_join(process.alone)
+        _grpc().may_join(process.alone, has_read)
 
 
 def has_joined() -> bool:
@@ -77,9 +85,29 @@ def feed() -> None:
         _feeding[1].pass_on(journal)
 
 
+def begin(may_change: bool) -> None:
+    """Begin an operation of the active workers; let a worker join that has read all entries that were passed on.
+
+    Args:
+        may_change: Whether the members may change in this operation, and in the one before, in which others may be.
+    """
+    communicator = process.communicator
+    if communicator is None or communicator.link is None:
+        return
+    grpc = _grpc()
+    grpc.have_joined(communicator)
+    if may_change and _feeding is not None and (entries := _feeding[1].passed_on(1)):
+        grpc.let_join(communicator, entries)
+
+
 def end() -> None:
-    """Tell a worker that still waits to join that the job ends."""
-    if process.journal is not None:
+    """Tell a worker that still waits to join that the job ends; on that worker, tell the user."""
+    if is_waiting():
+        logger.warning(
+            "the others have finished before this worker had caught up with them, so it has not joined; it catches up "
+            "faster, the less the program does between two steps"
+        )
+    elif process.journal is not None and process.role is Role.ACTIVE:
         feed()
         if _feeding is not None:
             _feeding[1].end(process.journal)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from popdist import rejoining
 from popdist.errors import LifeCycleError
@@ -23,6 +24,24 @@ def keeps_journal() -> bool:
     return process.journal is not None
 
 
+def may_change(is_so: bool, was_so: bool) -> None:
+    """Note whether this instance is in an operation that can be repeated, so that the members may change in it.
+
+    Args:
+        is_so: Whether it is in one.
+        was_so: Whether it begins one, and the operation before could be repeated as well.
+    """
+    process.progress.heeds_wishes(is_so)
+    if is_so and process.workers_go_on:
+        rejoining.begin(was_so)
+
+
+def takes_values() -> None:
+    """Note that this process, which was a spare, has got the variables of the others."""
+    process.lacks_values = False
+    process.progress.takes_values()
+
+
 def publish(entry: Callable[[], bytes]) -> None:
     """Keep the result of an operation for spares; every active instance calls this, in the same order.
 
@@ -30,7 +49,10 @@ def publish(entry: Callable[[], bytes]) -> None:
         entry: Function that encodes the result. It is called some time later, at the latest when the members change.
     """
     journal = process.journal
-    if journal is None or not journal.add(entry):
+    if journal is None:
+        return
+    process.refuse_in_child()
+    if not journal.add(entry):
         return
     if process.feeding is not None:
         process.feeding.pass_on(journal)
@@ -54,24 +76,36 @@ def next_entry() -> bytes | None:
     journal = process.journal
     if journal is None or not is_spare():
         raise LifeCycleError("only a spare reads the journal of the other instances")
+    process.refuse_in_child()
     with process.looking:
+        _take_what_has_come(journal)
         if _has_to_join(journal):
             return None
         journal.read += 1
         return journal.entries[journal.read - 1]
 
 
+def _take_what_has_come(journal: KeptJournal) -> None:
+    """Add the entries that have come to the journal, also while there are others to read: nobody keeps them for us."""
+    from collectives import PeerLostError
+
+    with suppress(PeerLostError):  # `has_news` meets it again when the program has read everything
+        while process.fed is not None and process.fed.take(journal):
+            pass
+
+
 def _has_to_join(journal: KeptJournal) -> bool:
     """Sleep until the journal has another entry; return whether this spare has been chosen instead."""
-    if journal.read == len(journal.entries) and not process.is_ready:
-        process.is_ready = True
-        process.progress.catches_up()
-        rejoining.may_join()
     while journal.read == len(journal.entries):
         if process.is_chosen:
             return True
-        if not has_news():
-            time.sleep(SLEEP_S)
+        if has_news():
+            continue
+        if not process.is_ready:
+            process.is_ready = True
+            process.progress.catches_up()
+        rejoining.may_join(journal.read)
+        time.sleep(SLEEP_S)
     return False
 
 

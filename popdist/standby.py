@@ -13,13 +13,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from popdist.records.progress import Role
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from collectives import PeerLostError
     from collectives.point_to_point.link import Link, Transfer
 
 PASS_ON_EVERY_S = 0.25
@@ -30,8 +31,11 @@ SLEEP_S = 0.02
 BLOCK = 256
 """The number of entries that are compressed together."""
 
+Bytes = TypeVar("Bytes", bytes, memoryview)
+
 _END = -1
 _LANE = 0
+_HEADER_BYTES = 16
 
 
 # ---- who trains
@@ -136,13 +140,20 @@ def joined(entries: Sequence[bytes]) -> bytes:
     return b"".join(len(each).to_bytes(8, "little") + each for each in entries)
 
 
-def separated(data: bytes) -> list[bytes]:
-    """Return the entries of a message of `joined`."""
-    entries, at = [], 0
+def separated(data: Bytes) -> list[Bytes]:
+    """Return the entries of a message of `joined`; those of a view are views.
+
+    Raises:
+        ValueError: The lengths in the message do not fit its size.
+    """
+    entries: list[Bytes] = []
+    at = 0
     while at < len(data):
-        length = int.from_bytes(data[at : at + 8], "little")
-        entries.append(data[at + 8 : at + 8 + length])
-        at += 8 + length
+        begin = at + 8
+        at = begin + int.from_bytes(data[at:begin], "little")
+        if at > len(data):
+            raise ValueError(f"part {len(entries)} ends at byte {at} of {len(data)}")
+        entries.append(data[begin:at])
     return entries
 
 
@@ -187,12 +198,6 @@ def _message(number: int, data: bytes) -> tuple[np.ndarray, np.ndarray]:
     return header, np.frombuffer(data, np.uint8)
 
 
-def _pieces(link: Link, body: np.ndarray) -> list[np.ndarray]:
-    """Cut a body as the link needs it: gRPC refuses messages above 2 MiB, and a new instance gets the whole journal."""
-    most = link.sizes.chunk_bytes
-    return [body[at : at + most] for at in range(0, body.size, most)]
-
-
 class Feeding:
     """The instance that passes the journal on to the spares.
 
@@ -205,6 +210,10 @@ class Feeding:
         self._link = link
         self._known = known
         self._transfers: dict[int, list[Transfer]] = {rank: [] for rank in known}
+
+    def passed_on(self, rank: int) -> int:
+        """Return the number of entries that a spare has got or will get; 0 if it is lost."""
+        return self._known.get(rank, 0)
 
     def pass_on(self, journal: KeptJournal) -> None:
         """Send new entries to every spare, without waiting. A spare that is lost gets nothing more."""
@@ -238,12 +247,13 @@ class Feeding:
 
     def _send(self, rank: int, number: int, data: bytes) -> None:
         header, body = _message(number, data)
-        for message in (header, *_pieces(self._link, body)):
+        most = self._link.sizes.chunk_bytes  # gRPC refuses messages above 2 MiB
+        for message in (header, *(body[at : at + most] for at in range(0, body.size, most))):
             self._transfers[rank].append(self._link.send(message, rank, _LANE))
 
 
 class Fed:
-    """A spare's end of the journal.
+    """A spare's end of the journal. It takes memory for what has come, and never for an announced size.
 
     Args:
         link: The link of all processes.
@@ -254,41 +264,71 @@ class Fed:
     """
 
     def __init__(self, link: Link, source: int) -> None:
-        import numpy as np
-
         self.is_end = False
         self._link = link
         self._source = source
-        self._header = np.zeros(2, np.int64)
-        self._body: np.ndarray | None = None
-        self._missing: deque[np.ndarray] = deque()  # pieces of the body
-        self._transfer = self._receive_header()
+        self._number = self._missing_bytes = 0
+        self._body: bytearray | None = None  # None while a header is expected
+        self._loss: PeerLostError | None = None
+        self._receive(_HEADER_BYTES)
 
     def take(self, journal: KeptJournal) -> bool:
         """Add the entries that have come to the journal; return whether there was news.
 
         Raises:
             PeerLostError: The feeding instance is lost, or the members change.
+            BrokenError: The feeding instance has sent something else than entries.
         """
-        import numpy as np
-
-        if self.is_end or not self._transfer.done():
+        if self.is_end or not self._is_done():
             return False
-        if self._body is None:
-            number, nbytes = self._header.tolist()
-            self.is_end = number == _END
-            self._body = np.empty(nbytes, np.uint8)
-            self._missing.extend(_pieces(self._link, self._body))
-        if self._missing:
-            self._transfer = self._link.receive(self._missing.popleft(), self._source, _LANE)
-        elif not self.is_end:
-            for entry in separated(self._body.tobytes()):
-                journal.entries.append(entry)
-            self._body = None
-            self._transfer = self._receive_header()
+        try:
+            self._take_message(journal)
+        except ValueError as error:
+            from collectives import BrokenError
+
+            raise BrokenError(
+                f"the journal that rank {self._source} passes on is damaged: {error}; give all instances the same "
+                "versions of their packages, and check the network"
+            ) from error
         return True
 
-    def _receive_header(self) -> Transfer:
+    def _is_done(self) -> bool:
+        """Return whether the transfer is complete. After a loss it has no data, whatever it says."""
+        from collectives import PeerLostError
+
+        if self._loss is not None:
+            raise self._loss
+        try:
+            return bool(self._transfer.done())
+        except PeerLostError as error:
+            self._loss = error
+            raise
+
+    def _take_message(self, journal: KeptJournal) -> None:
+        received = self._transfer.received
+        if received is not None and received != self._room.size:
+            raise ValueError(f"a message has {received} bytes in place of {self._room.size}")
+        if self._body is None:
+            self._number, self._missing_bytes = self._room.view("int64").tolist()
+            if self._number < _END or self._missing_bytes < 0:
+                raise ValueError(f"it announces {self._number} entries of {self._missing_bytes} bytes")
+            self.is_end, self._body = self._number == _END, bytearray()
+        else:
+            self._body += self._room.data
+            self._missing_bytes -= self._room.size
+        if self._missing_bytes:
+            self._receive(min(self._missing_bytes, self._link.sizes.chunk_bytes))
+        elif not self.is_end:
+            entries = separated(bytes(self._body))
+            if len(entries) != self._number:
+                raise ValueError(f"{len(entries)} entries have come in place of {self._number}")
+            for entry in entries:
+                journal.entries.append(entry)
+            self._body = None
+            self._receive(_HEADER_BYTES)
+
+    def _receive(self, nbytes: int) -> None:
         import numpy as np
 
-        return self._link.receive(self._header.view(np.uint8), self._source, _LANE)
+        self._room = np.empty(nbytes, np.uint8)
+        self._transfer = self._link.receive(self._room, self._source, _LANE)

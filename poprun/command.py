@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 
-from popdist.environments.poprun import TOKEN_VARIABLE
+from popdist.environments.poprun import LEFT_OUT_VARIABLE, TOKEN_VARIABLE
 from poprun.cli.command_line import CommandLine, read_command_line, settings_from
 from poprun.cli.log import Level, Log, fault_of_level, level_from, show
 from poprun.cli.settings import note_without_effect, warn_of_deprecated, warn_of_output
 from poprun.cli.wording import USUAL_COLUMNS, columns_of
 from poprun.launch.launch import Launch, build_command
 from poprun.launch.plan import plan_launch
-from poprun.launch.program import check_sinks, check_user, check_word, quote_words, warn_of_hidden
+from poprun.launch.program import check_sinks, check_word, quote_words, warn_of_hidden
 
 TYPE_CHECKING = False  # replaces `typing.TYPE_CHECKING`: `typing` takes too long to load before mpirun starts
 if TYPE_CHECKING:
@@ -49,8 +49,6 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     log = Log(Level.TRACE if settings.debug else level_from(settings.verbosity, environ))
     if not settings.host and settings.hostfile is None:
         check_word(settings.program[0], environ)
-    if not settings.dry_run:
-        check_user(settings, os.geteuid(), environ)
     if fault := fault_of_level(environ):
         log.warn(fault)
     if "export-config" in line.values:
@@ -58,6 +56,8 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
 
         check_export(line)
     launch = plan_launch(settings, environ, log)
+    if "num-replicas" not in line.values and settings.num_instances > 1:
+        launch = replace(launch, extra={**launch.extra, LEFT_OUT_VARIABLE: "1"})
     _comment(line, launch, environ, log)
     if "export-config" in line.values:
         log.info(f"wrote the options in effect to {export_config(line)}")
@@ -108,6 +108,8 @@ def _comment(line: CommandLine, launch: Launch, environ: Mapping[str, str], log:
     settings, leaves_this_machine = launch.settings, launch.leaves_this_machine
     for text in warn_of_deprecated(line.values):
         log.warn(text)
+    if launch.crowding:
+        log.warn(launch.crowding)
     for text in warn_of_hidden(settings.program, environ):
         log.warn(text)
     for text in warn_of_output(settings.mpi.words):

@@ -16,6 +16,7 @@ from popdist.instance import this_host
 from popdist.xla import (
     FLAGS_VARIABLE,
     OVERRULE,
+    WITHOUT_SUMS,
     adds_up_wrongly,
     complain_of_sums,
     is_measured,
@@ -234,9 +235,12 @@ def check_sums(facts: Mapping[str, HostFacts], environ: Mapping[str, str]) -> It
             yield Finding("sums", host, fact, f"remove {OVERRULE} from the environment")
         elif complaint is not None:
             yield Finding("sums", host, *_split(complaint), is_fault=True)
+        elif complain_of_sums(version, flags) is None:
+            yield Finding("sums", host, f"jaxlib {version} computes right sums with the flags in {FLAGS_VARIABLE}")
         else:
-            known = "computes wrong sums in YNNPACK" if is_measured(version) else "is newer than the measured versions"
-            yield Finding("sums", host, f"jaxlib {version} {known}; strategies keep sums from YNNPACK")
+            known = "computes wrong sums" if is_measured(version) else "is newer than the measured versions"
+            fact = f"jaxlib {version} {known} without {WITHOUT_SUMS}, which strategies and poprun set"
+            yield Finding("sums", host, fact, f"for other JAX programs, put it into {FLAGS_VARIABLE}")
 
 
 def check_kernel(host: str) -> Iterator[Finding]:

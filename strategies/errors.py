@@ -2,7 +2,7 @@
 
 StrategyError
 ├── UnappliedStepError      no instance has applied the step, and the state is as before: the kind says why
-│   ├── NonFiniteGradientError  a gradient is NaN or infinite: look at the named variable
+│   ├── NonFiniteGradientError  a gradient or loss is NaN or infinite: look at the named variable
 │   ├── WeightError         a weight of a loss is negative or not finite: look at the weights
 │   └── ZeroWeightError     all weights of a step are zero: leave the batch out, or skip such steps
 ├── DivergenceError         instances have different bits: check the named instance's memory, or look for randomness
@@ -26,11 +26,11 @@ class UnappliedStepError(StrategyError):
 
 
 class NonFiniteGradientError(UnappliedStepError, ArithmeticError):
-    """A gradient that is not finite."""
+    """A gradient, or a mean loss, that is not finite."""
 
 
 class WeightError(UnappliedStepError, ValueError):
-    """A weight of a loss that is negative or not finite."""
+    """A weight of a loss that is negative or not finite, or a mean weight that float32 cannot hold."""
 
 
 class ZeroWeightError(WeightError, ArithmeticError):

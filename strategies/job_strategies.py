@@ -40,8 +40,12 @@ class JobJournal(JournalMember):
         return spares.keeps_journal()
 
     @override
-    def may_change(self, is_so: bool) -> None:
-        popdist.progress().heeds_wishes(is_so)
+    def may_change(self, is_so: bool, was_so: bool = False) -> None:
+        spares.may_change(is_so, was_so)
+
+    @override
+    def takes_values(self) -> None:
+        spares.takes_values()
 
     @override
     def publish(self, entry: Callable[[], bytes]) -> None:
@@ -211,8 +215,8 @@ class WorkerCluster(Membership):
     def join(self) -> tuple[Instance, Communicator]:
         each = self._num_local_replicas
         if each is None:
-            each = replicas_of_instance(self.defaults, self._ipus_per_replica) or 1
-        num_replicas = positive("num_local_replicas", each) * len(self._cluster.addresses)
+            each = replicas_of_instance(self.defaults, self._ipus_per_replica)
+        num_replicas = None if each is None else positive("num_local_replicas", each) * len(self._cluster.addresses)
         join_cluster(self._cluster, num_replicas, self._shrinks)
         refuse_other_process(self.defaults, popdist.instance())
         return popdist.instance(), own_communicator()
@@ -269,7 +273,8 @@ class IPUMultiWorkerStrategy(Strategy):
         TypeError: If `cluster_resolver` is not a cluster resolver.
         EnvironmentMismatchError: If the description of the cluster is inconsistent.
         PeerRefusedError: If this worker's address is in use, or another worker refuses it.
-        SecurityError: If workers on several machines have no certificates.
+        SecurityError: If workers on several machines have no certificates, or workers at TCP ports that go on without a
+            lost one have neither certificates nor POPDIST_JOB_TOKEN.
         CollectiveTimeoutError: If a worker does not connect in time.
         ValueError: If `num_local_replicas` or `ipus_per_replica` is not positive, or `on_failure` is unknown.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
@@ -195,22 +194,13 @@ def packed(tree: Tree) -> Callable[[], Tree]:
 
 def unpacked(tree: Tree, wait: Callable[[], None]) -> Tree:
     """Return a tree that `packed` has made, with placeholders for large arrays."""
-    return trees.map(lambda leaf: Placeholder(leaf.shape, leaf.dtype, wait) if isinstance(leaf, _Large) else leaf, tree)
 
+    def read(leaf: Leaf) -> Leaf:
+        return Placeholder(leaf.shape, leaf.dtype, wait) if isinstance(leaf, trees.ShapeOfArray) else leaf
 
-@dataclass(frozen=True)
-class _Large:
-    """An array that is too large for an entry.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-    """
-
-    shape: tuple[int, ...]
-    dtype: Leaf
+    return trees.map(read, tree)
 
 
 def _packed_leaf(leaf: Leaf) -> Leaf:
     is_large = getattr(leaf, "nbytes", 0) > ENTRY_LIMIT
-    return _Large(tuple(leaf.shape), np.dtype(leaf.dtype)) if is_large else np.array(leaf)
+    return trees.ShapeOfArray(tuple(leaf.shape), np.dtype(leaf.dtype)) if is_large else np.array(leaf)

@@ -388,6 +388,7 @@ class Strategy(ABC):
                 belongs to other replicas. If an array may or may not be a batch.
         """
         refuse_in_replica("strategy.run")
+        self.replicas.refuse_in_child()
         kwargs = kwargs or {}
         _require_arguments(args, kwargs)
         given = self._iterators.placed([*args, *kwargs.values()])

@@ -69,7 +69,7 @@ class Trainer:
             state: `(variables, batch, key, model_state) -> Outcome` with the new model state.
         optimizer: An optax gradient transformation, or a `MapGradientOptimizer`.
         seed: Seed of the keys.
-        check_numerics: Whether to raise `NonFiniteGradientError` for the first gradient that is NaN or infinite. None:
+        check_numerics: Whether to raise `NonFiniteGradientError` for a gradient or mean loss that is not finite. None:
             as the defaults of the strategy say.
         digest_every: Number of steps between comparisons of the bits of variables and optimizer state between
             instances; 0 for none.
@@ -118,7 +118,7 @@ class Trainer:
         self._loop = StepLoop(
             replicas,
             self._engine,
-            StepRules(options.digest_every, options.own_part, flipped, rows_of),
+            StepRules(options.digest_every, options.check_numerics, options.own_part, flipped, rows_of),
             options.scaling,
             recorder,
         )

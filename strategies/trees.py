@@ -278,6 +278,46 @@ def is_leaf(tree: Tree) -> bool:
     return _children(tree) is None
 
 
+def node_of(tree: Tree) -> tuple[Tree, Sequence[Tree]] | None:
+    """Return the meta data of a node's class, and its children; None for a leaf. `node_from` takes them."""
+    if isinstance(tree, tuple):
+        return ((), tree) if hasattr(tree, "_fields") else None
+    if of_jax := _of_jax():
+        children, structure = of_jax.tree_flatten(tree, is_leaf=lambda part: part is not tree)
+        data = structure.node_data()
+        return None if data is None else (data[1], children)
+    return _children(tree)
+
+
+def node_from(kind: type, meta: Tree, children: Sequence[Tree]) -> Tree:
+    """Return the node with the meta data and children of `node_of`. No class is called but those of nodes.
+
+    Raises:
+        ValueError: The class is not one of nodes, or the meta data or the children do not fit.
+    """
+    try:
+        node = _node_from(kind, meta, children)
+        found = node_of(node)
+    except Exception as error:
+        raise ValueError(f"no {kind.__name__} can be made from {len(children)} parts: {error}") from error
+    if found is None or found[0] != meta or len(found[1]) != len(children):
+        raise ValueError(f"no {kind.__name__} has these parts")
+    return node
+
+
+def _node_from(kind: type, meta: Tree, children: Sequence[Tree]) -> Tree:
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return kind(*children)
+    if kind in _registered or kind is OrderedDict:
+        return _filled(Structure(kind, meta, (_LEAF,) * len(children)), children)
+    if _of_jax() is not None:
+        # `PyTreeDef.from_node_data_and_children` of JAX 0.10 ends the process by SIGSEGV if the meta data do not fit.
+        registered = sys.modules["jax._src.tree_util"]._registry.get(kind)
+        if registered is not None:
+            return registered.from_iter(meta, children)
+    raise ValueError("it is no class of nodes")
+
+
 def rows_of(batch: Tree) -> int:
     """Return the number of rows of a batch: the length of its longest array."""
     return max([shape[0] for leaf in leaves(batch) if (shape := getattr(leaf, "shape", ()))], default=0)

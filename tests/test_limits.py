@@ -31,7 +31,7 @@ ROWS = {
     "for workers over gRPC to start": Limits().connect_timeout_s,
     "for hosts to answer before a launch": survey.LIMIT_S,
     "for copies to all hosts": synchronise.COPY_LIMIT_S,
-    "for the program to end after SIGTERM": job_events.INTERRUPT_GRACE_S,
+    "for the program to end after SIGTERM or Ctrl-C": job_events.INTERRUPT_GRACE_S,
     "for a checkpoint to be written": checkpoints.WRITE_LIMIT_S,
     "for another instance of the host to compile": compilation.WAIT_S,
     "rows of metrics that wait for a slow sink": sinks.MOST,

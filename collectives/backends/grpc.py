@@ -188,7 +188,8 @@ def connect(
 
     Raises:
         ValueError: An address is invalid or listed twice, or `rank` has no address.
-        SecurityError: Plaintext would leave this machine, or the certificates cannot be used.
+        SecurityError: Plaintext would leave this machine, or the certificates cannot be used. With `shrinks`, a worker
+            listens at a TCP port without certificates and token.
         PeerRefusedError: This worker cannot listen at its address, or another worker refuses it.
         CollectiveTimeoutError: Some workers did not come in time.
     """
@@ -215,7 +216,7 @@ def connect(
     import collectives  # which loads backends by their names
 
     alone = collectives.connect("single", replace(settings, progress=Instruments()))
-    alone.beside = _journal_link(node, min(recovery.agreement.view.alive), rank, _WAITING)
+    alone.beside = _journal_link(node, recovery.agreement.view.leader, rank, _WAITING)
     return alone
 
 
@@ -231,11 +232,30 @@ def is_waiting(communicator: Communicator) -> bool:
     return isinstance(link, GrpcLink) and link.epoch == _WAITING
 
 
-def may_join(communicator: Communicator) -> None:
-    """Tell the others that this waiting worker may join at any time."""
+def may_join(communicator: Communicator, has_read: int) -> None:
+    """Tell the others that this waiting worker may join at any time, if they have passed on no more results.
+
+    Args:
+        communicator: Communicator of this waiting worker.
+        has_read: Number of results that it has read.
+    """
     recovery = _recovery_of(communicator)
-    recovery.is_ready = True
-    _link_of(communicator).node.tell_change()
+    if recovery.has_read != has_read:
+        recovery.has_read = has_read
+        _link_of(communicator).node.tell_change()
+
+
+def let_join(communicator: Communicator, entries: int) -> None:
+    """Let the worker of `joiner_of` join, if it has read so many results and is connected with all members."""
+    _recovery_of(communicator).let_join(entries)
+
+
+def have_joined(communicator: Communicator) -> None:
+    """Note that all workers of this communicator have worked together, also the ones that have just joined.
+
+    Before that, a wait that reaches `timeout_s` gives up the workers that join, in place of an error.
+    """
+    _recovery_of(communicator).have_joined(_link_of(communicator).epoch)
 
 
 def has_joined(communicator: Communicator) -> bool:
@@ -336,6 +356,9 @@ def _communicator(settings: Settings, node: Node, group: str, members: Sequence[
     def lost(awaited: Sequence[int]) -> str:
         return node.lost([members[rank] for rank in awaited], members, epoch)
 
+    def gives_up() -> bool:
+        return node.recovery is not None and node.recovery.give_up_joining()
+
     def make_subgroup(ranks: Sequence[int]) -> Communicator:
         chosen = tuple(members[rank] for rank in ranks)
         subgroups[chosen] += 1
@@ -343,7 +366,7 @@ def _communicator(settings: Settings, node: Node, group: str, members: Sequence[
         return _communicator(settings, node, name, chosen, epoch)
 
     of_rank = members.index(node.rank)
-    seen = RankGroup(of_rank, [node.names[member] for member in members], members, lost)
+    seen = RankGroup(of_rank, [node.names[member] for member in members], members, lost, gives_up)
     links = (GrpcLink(node, group, 0, members, epoch), GrpcLink(node, group, 1, members, epoch))
     lanes = {link.begin() for link in links}
     if group == ALL:  # other groups are made without waiting for their members

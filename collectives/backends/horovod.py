@@ -18,6 +18,8 @@ FUSION_BYTES, unless HOROVOD_FUSION_THRESHOLD is set. Horovod's thread waits ins
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import itertools
 import os
 import platform
@@ -29,6 +31,7 @@ from functools import partial
 import numpy as np
 from typing_extensions import override
 
+from collectives import forks
 from collectives.agreement import agree, exchange_bytes
 from collectives.arrays import MOVABLE, REDUCIBLE, accumulator_dtype, aligned_empty
 from collectives.calls import MISMATCH, Call, checked_root
@@ -102,6 +105,32 @@ def start(comm: object = None) -> None:
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_BYTES))
     with open_mpi_prepared():
         hvd.init(comm)
+    forks.keep_from_children(_runtime)
+
+
+def end_at_once() -> None:
+    """Let this process end without Horovod's exit handler and destructor, which wait for the other processes."""
+    atexit.unregister(hvd.mpi_ops._basics.shutdown)
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)  # runs with the exit status, after Python has ended
+
+
+class _Runtime:
+    """Horovod itself, as this process has started it."""
+
+    def __init__(self) -> None:
+        self.made_in = forks.generation
+
+    def disown(self) -> None:
+        end_at_once()
+
+
+_runtime = _Runtime()
+
+
+def refuse_in_child() -> None:
+    """Raise `ForkedProcessError` in a forked child of the process that has started Horovod."""
+    forks.refuse_in_child(_runtime.made_in, "the process that has started Horovod")
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:
@@ -124,9 +153,11 @@ def finished(begin: Callable[[], int], watch: Watch) -> torch.Tensor:
     """Start an operation of Horovod with `begin`, wait for it, and return its result.
 
     Raises:
+        ForkedProcessError: This process is a forked child of the one that has started Horovod.
         CollectiveError: Horovod reported an error, translated to an error of ours.
         CollectiveTimeoutError: The operation did not end in time.
     """
+    refuse_in_child()
     others = [rank for rank in range(len(watch.names)) if rank != watch.rank]
     watch.pausing = _Sleep
     try:

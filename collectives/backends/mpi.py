@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
+import json
 import logging
 import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
+from collectives import forks
 from collectives.agreement import LEAST_INLINE_BYTES
 from collectives.communicator import Communicator
 from collectives.errors import CollectiveError, MissingBackendError, PeerLostError
 from collectives.factory import RankGroup, Settings, assemble, refuse_other_networks
-from collectives.open_mpi import open_mpi_prepared
+from collectives.open_mpi import look_finalized, open_mpi_prepared
+from collectives.plans.network import Network
 from collectives.plans.spread import host_numbers
 from collectives.point_to_point.link import LANES, Link, Sizes, Transfer
 
@@ -29,6 +34,17 @@ except (ImportError, RuntimeError) as error:
     ) from error
 
 logger = logging.getLogger(__name__)
+
+
+class _Runtime:
+    """MPI itself, as this process has started it."""
+
+    def disown(self) -> None:
+        atexit.register(look_finalized, MPI.__file__)  # until then a child may ask for its parent's rank
+
+
+_runtime = _Runtime()
+forks.keep_from_children(_runtime)
 
 _CHANNELS = 2  # one for synchronous collectives, one for named collectives
 _SUBGROUP_TAG = 7  # a tag that no lane of a channel uses
@@ -166,8 +182,9 @@ def _connect_over(
     this process (in ompi_comm_revoke_local), or makes it wait for ever. Subgroups are made from `comm`. A part is none:
     its messages go over `own`, as ours do, which has the same ranks. `end` is called when a link is closed.
     """
-    of_ranks = comm.allgather((host or MPI.Get_processor_name(), os.sched_getaffinity(0), settings.network))
-    refuse_other_networks([network for _, _, network in of_ranks])
+    network = None if settings.network is None else asdict(settings.network)
+    of_ranks = _gathered(comm, [host or MPI.Get_processor_name(), list(os.sched_getaffinity(0)), network])
+    refuse_other_networks([None if costs is None else Network(**costs) for _, _, costs in of_ranks])
 
     def make_part(ranks: Sequence[int]) -> Communicator:
         return over(ranks, _PART, _nothing)
@@ -196,7 +213,17 @@ def _connect_over(
     return communicator
 
 
-def _spinning(settings: Settings, here: str, places: Sequence[tuple[str, set[int]]]) -> Settings:
+def _gathered(comm: MPI.Intracomm, facts: list[Any]) -> list[list[Any]]:
+    """Return the facts of all ranks; they travel as JSON, because mpi4py would unpickle objects. Collective."""
+    text = np.frombuffer(json.dumps(facts).encode(), np.uint8)
+    sizes = np.empty(comm.Get_size(), np.int64)
+    comm.Allgather(np.array([text.size], np.int64), sizes)
+    texts = np.empty(int(sizes.sum()), np.uint8)
+    comm.Allgatherv(text, [texts, sizes.tolist()])
+    return [json.loads(each.tobytes()) for each in np.split(texts, sizes.cumsum()[:-1])]
+
+
+def _spinning(settings: Settings, here: str, places: Sequence[Sequence[Any]]) -> Settings:
     """Return settings without spins if a spinning rank would take a core that another rank of this host needs."""
     cores = [cores for host, cores in places if host == here]
     return replace(settings, spins=0) if len(set().union(*cores)) < len(cores) else settings

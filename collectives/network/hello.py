@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from collectives.calls import foreign
 from collectives.network.identity import Runner
 
-PROTOCOL = 3
+PROTOCOL = 4
 _LARGEST = 1 << 32
 _LONGEST = 100  # maximum length of a text
 _LONGEST_LANE = 4096  # maximum length of a lane, which names all members of its group

@@ -69,7 +69,7 @@ class Node(Worker):
         If it fails, the worker has left and its resources are released.
 
         Raises:
-            SecurityError: Plaintext would leave this machine.
+            SecurityError: Plaintext would leave this machine, or any user could join in the place of a lost worker.
             PeerRefusedError: Another worker refuses this one, or this machine cannot use the address.
             CollectiveTimeoutError: Some workers did not come within `connect_timeout_s`.
         """
@@ -78,6 +78,8 @@ class Node(Worker):
         self.admission = Admission(self)
         self.recovery = Recovery(self) if self.shrinks else None
         self.address, *others = self.security.check([self.address, *(peer.address for peer in self.peers.values())])
+        if self.shrinks:
+            self.security.check_rejoining([self.address, *others])
         for peer, address in zip(self.peers.values(), others, strict=True):
             peer.address = address
         self._warn_of_others()

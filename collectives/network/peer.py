@@ -40,6 +40,7 @@ class Peer:
         incoming: Lanes on which it has begun to send.
         heard_at: Time of the last sign of it, in seconds of the clock.
         journal: Link over which it gets the journal while it waits to join.
+        has_read: Number of results of the journal that it has read, as it says.
         has_news: Event that is set when this worker has something to tell it before the next beat.
         farewell: Reason that it gave when it left.
         has_left: Whether it has left in order.
@@ -65,6 +66,7 @@ class Peer:
     incoming: set[str] = field(default_factory=set)
     heard_at: float = field(init=False)
     journal: Link | None = None
+    has_read: int = 0
     has_news: threading.Event = field(default_factory=threading.Event, repr=False)
     farewell: str = ""
     has_left: bool = False

@@ -13,8 +13,9 @@ from collectives.network.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-READY = b"ready"  # the beat of a worker that was started again and may join
+READY = b"ready "  # the beat of a worker that was started again; the number of results follows that it has read
 
+_DIGITS = 16
 _LAST_NEWS_S = 1.0  # a worker whose part is too small waits this long for news that others have taken it along
 _LOOK_EVERY_S = 0.5
 
@@ -29,20 +30,22 @@ class Recovery:
 
     Attributes:
         agreement: Agreement with the other workers; guarded by `node.changed`.
-        is_ready: Whether this worker, which was started again, may join at any time.
+        has_read: The number of results after which this worker, which was started again, may join; 0: not yet.
     """
 
     def __init__(self, node: Worker) -> None:
         self.agreement = Agreement(node.rank, range(len(node.names)))
         self._node = node
-        self.is_ready = False
+        self.has_read = 0
+        self._joining: dict[int, int] = {}  # for each worker that is about to join, its first membership
         self._reported: set[int] = set()
 
     def beat(self) -> bytes:
         """Return the next beat to the other workers: the view of this worker, unless nothing has happened yet."""
         view = self.agreement.view
         if not self.agreement.is_member:
-            return READY if self.is_ready and all(peer.is_connected for peer in self._node.awaited) else b""
+            is_ready = self.has_read and all(peer.is_connected for peer in self._node.awaited)
+            return b"%s%d" % (READY, self.has_read) if is_ready else b""
         return view.encode() if view.epoch or view.is_changing else b""
 
     def lose(self, peer: Peer, why: str) -> None:
@@ -59,7 +62,7 @@ class Recovery:
     def joiner(self) -> Peer | None:
         """The worker that was started again and waits to join, if this worker is the one that brings it up."""
         agreement, peers = self.agreement, self._node.peers
-        if not agreement.is_member or self._node.rank != min(agreement.view.alive):
+        if not agreement.is_member or self._node.rank != agreement.view.leader:
             return None
         there = [each for each in peers.values() if each.is_connected and not each.is_lost]
         return next((each for each in there if self.is_free(each.rank)), None)
@@ -79,13 +82,9 @@ class Recovery:
     def hear(self, peer: Peer, beat: bytes) -> None:
         """Compare the view of another worker with our own, and give up the workers that it has given up."""
         node, agreement = self._node, self.agreement
-        if beat == READY and peer.is_connected:
-            with node.changed:
-                view = agreement.view
-                agreement.admit(peer.rank)
-                self.note()
-            if agreement.view is not view:
-                node.tell_change()
+        if beat.startswith(READY):
+            number = beat.removeprefix(READY)
+            peer.has_read = int(number) if number.isdigit() and len(number) < _DIGITS else 0
         if not beat.startswith(VIEW):
             return
         try:
@@ -103,9 +102,37 @@ class Recovery:
         if has_changed:
             node.tell_change()
 
+    def let_join(self, entries: int) -> None:
+        """Let the worker that waits join, if this one brings it up, and if it has read so many results."""
+        node = self._node
+        with node.changed:
+            view, joiner = self.agreement.view, self.joiner
+            if joiner is not None and joiner.has_read == entries:
+                self.agreement.admit(joiner.rank)
+                self.note()
+        if self.agreement.view is not view:
+            node.tell_change()
+
+    def have_joined(self, epoch: int) -> None:
+        """Note that all members of the membership with this number have worked together."""
+        if self._joining:
+            with self._node.changed:
+                self._joining = {rank: first for rank, first in self._joining.items() if first > epoch}
+
+    def give_up_joining(self) -> bool:
+        """Give up the workers that are about to join, as a wait has lasted for `timeout_s`; return whether any are."""
+        node = self._node
+        with node.changed:
+            late = [node.peers[rank] for rank in self._joining.keys() & self.agreement.view.alive - {node.rank}]
+        for peer in late:
+            node.lose(peer, f"it has not joined within timeout_s = {node.limits.timeout_s:g}")
+        return bool(late)
+
     def note(self) -> None:
         """Take over the result of the agreement; the caller holds the lock."""
         node, view = self._node, self.agreement.view
+        joining = dict.fromkeys(view.members - (view.voters or view.members), view.epoch) | self._joining
+        self._joining = {rank: first for rank, first in joining.items() if rank in view.members}
         node.epoch = view.epoch if self.agreement.is_member else 0
         node.survived = frozenset(view.survived)
         node.changed.notify_all()
@@ -119,7 +146,7 @@ class Recovery:
             CollectiveTimeoutError: Some worker has not agreed within `timeout_s`.
         """
         node, agreement, clock = self._node, self.agreement, self._node.clock
-        started = clock.now_s()
+        started, alive = clock.now_s(), agreement.view.alive
         too_few_since: float | None = None
         with node.changed:
             if agreement.view.epoch == epoch:
@@ -128,6 +155,10 @@ class Recovery:
                 node.tell_change()
             while True:
                 view, now = agreement.view, clock.now_s()
+                if now - started > node.limits.timeout_s and self.give_up_joining():
+                    continue
+                if view.alive != alive:  # a loss is news, after which the others may agree
+                    started, alive = now, view.alive
                 self._refuse(now - started)
                 if view.epoch > epoch and not view.is_changing:
                     self._report(view)
@@ -174,7 +205,7 @@ class Recovery:
         losses = "; ".join(f"{self._node.names[rank]} is lost: {why}" for rank, why in view.lost.items())
         return (
             f"{losses}. {self.named(view.alive)} cannot go on: {len(view.alive)} of {len(view.members)} workers are "
-            f"left, and only more than half of them go on, or half with {self._node.names[min(view.members)]}; "
+            f"left, and only more than half of them go on, or half with {self._node.names[view.first]}; "
             "otherwise both parts of a cut network would. Start all workers again"
         )
 

@@ -137,6 +137,22 @@ class Security:
         )
         return used
 
+    def check_rejoining(self, addresses: Sequence[Address]) -> None:
+        """Refuse workers that let a lost one join again if any process that connects could take its place.
+
+        Only this user can connect to a Unix-domain socket of a worker. A TCP port is open to all users of its machine.
+
+        Raises:
+            SecurityError: A worker listens at a TCP port, and there are neither certificates nor a token.
+        """
+        ports = [address.text for address in addresses if not address.path]
+        if len(addresses) > 1 and ports and self.certificates is None and not self.token:
+            raise SecurityError(
+                f"other users can connect to {', '.join(ports)}, and with on_failure='shrink' any of them could take "
+                f"the place of a worker; set {TOKEN} to the same secret in all workers (`openssl rand -hex 16` makes "
+                f"one), or {', '.join(TLS_VARIABLES)} for mutual TLS"
+            )
+
     def prove(self, statement: str) -> str:
         """Return an HMAC of `statement` with the token, which proves knowledge of the token; "" without one."""
         return hmac.new(self.token.encode(), statement.encode(), "sha256").hexdigest() if self.token else ""

@@ -26,6 +26,7 @@ class View:
         survived: All workers that earlier memberships have lost, each with the reason.
         joining: Workers that belong to the next membership as well; None if nobody has proposed any.
         voters: The members that were there before others joined, until all have entered this membership; else None.
+        eldest: The first member; None if it is the one with the lowest rank.
     """
 
     epoch: int
@@ -35,6 +36,17 @@ class View:
     survived: Mapping[int, str] = field(default_factory=dict)
     joining: frozenset[int] | None = None
     voters: frozenset[int] | None = None
+    eldest: int | None = None
+
+    @property
+    def first(self) -> int:
+        """The first member: half of the members go on only with it. A worker that joins never takes its place."""
+        return min(self.members, default=-1) if self.eldest is None else self.eldest
+
+    @property
+    def leader(self) -> int:
+        """The first member of the next membership, as far as the worker knows; it lets others join."""
+        return self.first if self.first in self.alive else min(self.alive, default=self.first)
 
     @property
     def next_members(self) -> frozenset[int]:
@@ -50,7 +62,7 @@ class View:
         """Encode the view as a beat."""
         lost, survived = ({str(rank): why for rank, why in of.items()} for of in (self.lost, self.survived))
         others = [None if ranks is None else sorted(ranks) for ranks in (self.joining, self.voters)]
-        values = [self.epoch, sorted(self.members), lost, self.is_changing, survived, *others]
+        values = [self.epoch, sorted(self.members), lost, self.is_changing, survived, *others, self.eldest]
         return VIEW + json.dumps(values).encode()
 
     @classmethod
@@ -61,15 +73,15 @@ class View:
             ValueError: The beat is not a view.
         """
         try:
-            epoch, members, lost, is_changing, survived, *others = json.loads(beat.removeprefix(VIEW))
+            epoch, members, lost, is_changing, survived, *others, eldest = json.loads(beat.removeprefix(VIEW))
             joining, voters = [None if ranks is None else frozenset(ranks) for ranks in others]
             reasons = (_reasons(lost), is_changing, _reasons(survived))
-            view = cls(epoch, frozenset(members), *reasons, joining, voters)
+            view = cls(epoch, frozenset(members), *reasons, joining, voters, eldest)
         except (TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"no view: {error}") from error
-        numbers = (epoch, *view.members, *(joining or ()), *(voters or ()))
+        numbers = (epoch, view.first, *view.members, *(joining or ()), *(voters or ()))
         are_numbers = all(type(number) is int for number in numbers)
-        if not are_numbers or type(is_changing) is not bool or not view.lost.keys() <= view.members:
+        if not are_numbers or type(is_changing) is not bool or not view.lost.keys() | {view.first} <= view.members:
             raise ValueError("no view: its values have wrong types, or do not fit together")
         return view
 
@@ -78,12 +90,12 @@ def _reasons(given: Mapping[str, object]) -> dict[int, str]:
     return {int(rank): foreign(str(why), _LONGEST_REASON) for rank, why in given.items()}
 
 
-def may_go_on(left: Collection[int], members: Collection[int]) -> bool:
-    """Return whether the members that are left may go on: more than half, or half with the lowest rank of all.
+def may_go_on(left: Collection[int], members: Collection[int], first: int) -> bool:
+    """Return whether the members that are left may go on: more than half, or half with the first one.
 
     Two such groups always have a worker in common, so two parts of a cut network never both go on.
     """
-    return 2 * len(left) > len(members) or (2 * len(left) == len(members) and min(members) in left)
+    return 2 * len(left) > len(members) or (2 * len(left) == len(members) and first in left)
 
 
 class Agreement:
@@ -124,8 +136,8 @@ class Agreement:
     def may_go_on(self) -> bool:
         """Whether the members that this worker has not given up are enough to go on."""
         view = self.view
-        return may_go_on(view.alive, view.members) and (
-            view.voters is None or may_go_on(view.alive & view.voters, view.voters)
+        return may_go_on(view.alive, view.members, view.first) and (
+            view.voters is None or may_go_on(view.alive & view.voters, view.voters, view.first)
         )
 
     @property
@@ -162,9 +174,9 @@ class Agreement:
         self.view = replace(said, joining=None)
 
     def admit(self, rank: int) -> None:
-        """Let another worker join the next membership, if this member has to decide that: the lowest one."""
+        """Let another worker join the next membership, if this member has to decide that: the leader."""
         view = self.view
-        decides = self.is_member and view.joining is None and not view.is_changing and self.rank == min(view.alive)
+        decides = self.is_member and view.joining is None and not view.is_changing and self.rank == view.leader
         if decides and rank not in view.members:
             self.view = replace(view, joining=frozenset({rank}))
             self.change(JOINED)
@@ -225,7 +237,7 @@ class Agreement:
         if self.rank not in said.members or said.epoch != self.view.epoch + 1:
             self._exclude(said.survived.get(self.rank, "they have agreed without it"))
         else:
-            self._enter(said.members, said.voters)
+            self._enter(said.members, said.voters, said.first)
 
     def _exclude(self, why: str) -> None:
         self.excluded = why
@@ -239,15 +251,17 @@ class Agreement:
 
     def _settle(self) -> None:
         if self.view.is_changing and self.may_go_on and not self.awaited:
-            self._enter(self.view.next_members, self.view.alive if self.view.joining else None)
+            view = self.view
+            self._enter(view.next_members, view.alive if view.joining else None, view.leader)
 
-    def _enter(self, members: frozenset[int], voters: frozenset[int] | None) -> None:
+    def _enter(self, members: frozenset[int], voters: frozenset[int] | None, first: int) -> None:
         """Begin the next epoch. Members that this worker has given up meanwhile stay so."""
         before = self.view
         gone = {rank: why for rank, why in before.lost.items() if rank not in members}
         lost = {rank: why for rank, why in before.lost.items() if rank in members}
         survived = {rank: why for rank, why in {**before.survived, **gone}.items() if rank not in members}
-        self.view = View(before.epoch + 1, members, lost, bool(lost), survived, None, voters)
+        eldest = None if first == min(members) else first
+        self.view = View(before.epoch + 1, members, lost, bool(lost), survived, None, voters, eldest)
         self._said = {}
         why = self._revoked.setdefault(before.epoch, CHANGED)
         if lost:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import stat
 import threading
 from collections.abc import Callable
@@ -33,6 +34,7 @@ REFUSED, NOT_YET = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.FAILED_PRE
 _HANDSHAKE_LIMIT_MS = 5000  # a peer that is silent for this long is no worker, or has to call again
 _IDLE_LIMIT_MS = 5000  # workers open a stream as soon as they connect
 _ROOM_FOR_HEADERS = 1 << 10
+_FOR_OTHERS = stat.S_IXUSR | stat.S_IRWXG | stat.S_IRWXO
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MESSAGE_BYTES + _ROOM_FOR_HEADERS),
     ("grpc.max_receive_message_length", MESSAGE_BYTES + _ROOM_FOR_HEADERS),
@@ -117,6 +119,7 @@ def open_server(
     endpoints = address.check_free()
     server = grpc.server(DaemonThreads(), (handlers,), options=options, maximum_concurrent_rpcs=room.streams)
     for endpoint in endpoints:
+        before = os.umask(_FOR_OTHERS) if address.path else None  # write permission is the permission to connect
         try:
             if certificates is None:
                 server.add_insecure_port(endpoint.place)
@@ -124,8 +127,11 @@ def open_server(
                 server.add_secure_port(endpoint.place, _server_credentials(certificates))
         except RuntimeError as error:
             raise OSError(str(error)) from error
-        if address.path:
-            Path(address.path).chmod(stat.S_IRUSR | stat.S_IWUSR)  # write permission is the permission to connect
+        finally:
+            if before is not None:
+                os.umask(before)
+        if address.path:  # a default ACL of its folder goes before the umask
+            Path(address.path).chmod(stat.S_IRUSR | stat.S_IWUSR)
     return server
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol, final
 
 import numpy as np
 
@@ -206,3 +206,26 @@ class Link(ABC):
 
     def close(self) -> None:  # noqa: B027 - most links hold nothing
         """Release the resources of the link, without waiting for other ranks."""
+
+
+@final
+class RefusingLink(Link):
+    """A link that can only be looked at, in place of a link that this process must not use.
+
+    Args:
+        link: Link that must not be used.
+        error: Reason, which is raised instead.
+    """
+
+    def __init__(self, link: Link, error: Exception) -> None:
+        self.rank, self.size = link.rank, link.size
+        self.hosts, self.nearby, self.sizes = link.hosts, link.nearby, link.sizes
+        self._error = error
+
+    def send(self, data: np.ndarray, to: int, lane: int) -> NoReturn:
+        """Refuse to send."""
+        raise self._error
+
+    def receive(self, into: np.ndarray, source: int, lane: int) -> NoReturn:
+        """Refuse to receive."""
+        raise self._error

@@ -5,15 +5,19 @@ A segment is a file in /dev/shm. It is unlinked as soon as all processes have ma
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import os
 import platform
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from collectives.agreement import exchange_bytes
 from collectives.kernel import NativeWindow, kernel
@@ -54,14 +58,10 @@ def create_segment(nbytes: int, directory: Path = SHARED_MEMORY_DIR) -> tuple[mm
     path = directory / f"popdist-{os.getpid()}-{secrets.token_hex(8)}"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        # Without the reservation a full file system would raise SIGBUS at the first write.
-        os.posix_fallocate(descriptor, 0, nbytes)
-        return mmap.mmap(descriptor, nbytes), path
+        return _mapped(descriptor, nbytes, reserves=True), path
     except OSError:
         path.unlink()
         raise
-    finally:
-        os.close(descriptor)
 
 
 def open_segment(path: Path, nbytes: int) -> mmap.mmap:
@@ -70,11 +70,47 @@ def open_segment(path: Path, nbytes: int) -> mmap.mmap:
     Raises:
         OSError: The file does not exist: the other process is on another host or in another container.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    return _mapped(os.open(path, os.O_RDWR | os.O_CLOEXEC), nbytes)
+
+
+_descriptors: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()  # of all segments
+
+
+def _mapped(descriptor: int, nbytes: int, reserves: bool = False) -> mmap.mmap:
+    """Map a segment, and reserve its memory before if asked; its descriptor is closed with it."""
     try:
-        return mmap.mmap(descriptor, nbytes)
-    finally:
+        if reserves:  # without the reservation a full file system would raise SIGBUS at the first write
+            os.posix_fallocate(descriptor, 0, nbytes)
+        segment = mmap.mmap(descriptor, nbytes)
+    except OSError:
         os.close(descriptor)
+        raise
+    weakref.finalize(segment, os.close, descriptor).atexit = False
+    _descriptors[segment] = descriptor
+    return segment
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_MAP_FIXED = 0x10  # of Linux
+
+
+def _keep_private() -> None:
+    """Give a forked child segments of its own at the same places, which are copied page by page when they change.
+
+    The child has arrays in shared memory, such as mean gradients, which it may change without a collective call.
+    """
+    for segment, descriptor in list(_descriptors.items()):
+        memory = np.frombuffer(segment, np.uint8)
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        address = memory.__array_interface__["data"][0]
+        if _libc.mmap(address, memory.nbytes, protection, flags, descriptor, 0) != address:
+            raise OSError(ctypes.get_errno(), "a forked child cannot make shared memory its own")
+
+
+os.register_at_fork(after_in_child=_keep_private)
 
 
 def share_segment(

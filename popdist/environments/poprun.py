@@ -26,6 +26,8 @@ LOCAL_INSTANCE = "POPDIST_LOCAL_INSTANCE_INDEX"
 """Index of this instance among the instances of its host."""
 DEVICE = "POPDIST_DEVICE_ID"
 """Device that `popdist.getDeviceId()` returns. Set only for a job on a simulated partition."""
+LEFT_OUT_VARIABLE = "POPDIST_REPLICAS_LEFT_OUT"
+"""1 if `--num-replicas` was left out, so that the number of replicas follows the number of instances."""
 
 SHRINKS_VARIABLE = "POPDIST_SHRINKS"
 """1 if the job continues without lost instances: `--on-failure shrink` and `replace`."""

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO
 
-END_LIMIT_S = 20.0
-"""Time limit for poprun to end the job after a signal; it takes 2 s. Then poprun is killed."""
+END_LIMIT_S = 600.0
+"""Time limit for poprun to end the job after a signal: 2 s, or the time that programs need to save. Then poprun is
+killed, as after a second interrupt."""
 TAIL_LINES = 10
 _TAIL_CHARACTERS = 4000
 _READ_BYTES = 1 << 16

@@ -57,7 +57,7 @@ class InstanceFailure:
         said: The exception's type and message.
         trace: The traceback, as Python prints it.
         follows: Whether the exception follows from the end of another instance.
-        parts: The pickled exception with its buffers; empty if it cannot be pickled.
+        parts: The pickled exception with its buffers; empty if it cannot be pickled, or is no `Exception`.
     """
 
     sender: ReportSender
@@ -71,21 +71,21 @@ class InstanceFailure:
         described = {"sender": asdict(self.sender), "said": self.said, "trace": self.trace, "follows": self.follows}
         return LaunchMessage(MessageKind.FAILURE, [json.dumps(described).encode(), *self.parts])
 
-    def as_exception(self) -> Exception:
-        """Return the exception, with the traceback of the instance as its cause."""
+    def as_exception(self, exit_status: int) -> Exception:
+        """Return the exception, with the traceback of the instance as its cause, after poprun has ended."""
         from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]  # its stub lacks the class
 
-        error = self._unpacked()
+        error = self._unpacked(exit_status)
         error.__cause__ = RemoteTraceback(f"\n{self.sender}:\n{self.trace}")
         error.add_note(f"raised by {self.sender}")
         return error
 
-    def _unpacked(self) -> Exception:
+    def _unpacked(self, exit_status: int) -> Exception:
         try:
             error = unpack(self.parts)
         except Exception:  # of any kind, because the exception's class may do anything
             error = None
-        return error if isinstance(error, Exception) else LaunchError(self.said, exit_status=1)
+        return error if isinstance(error, Exception) else LaunchError(self.said, exit_status)
 
 
 InstanceReport = InstanceResult | InstanceFailure
@@ -139,7 +139,7 @@ def _value_of(result: InstanceResult, exit_status: int) -> object:
         ) from error
 
 
-def cause_of(reports: Sequence[InstanceReport]) -> Exception | None:
+def cause_of(reports: Sequence[InstanceReport], exit_status: int) -> Exception | None:
     """Return the exception to raise after a failure: the first of the last attempt that has one of its own.
 
     Its notes name the failures of the other instances. None: no instance has reported an exception, except exceptions
@@ -150,7 +150,7 @@ def cause_of(reports: Sequence[InstanceReport]) -> Exception | None:
     if not causes:
         return None
     cause = max(causes, key=lambda failure: failure.sender.attempt)
-    error = cause.as_exception()
+    error = cause.as_exception(exit_status)
     others = [failure for failure in failures if failure is not cause]
     for failure in others[:MOST_NOTES]:
         error.add_note(f"{failure.sender} also failed: {failure.said}")

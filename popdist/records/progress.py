@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, final
+from weakref import WeakSet
 
 from popdist.records.wanted import Wanted, unpack_wanted
 
@@ -35,7 +36,7 @@ _LABEL_BYTES = PAGE_BYTES - _LABEL_OFFSET
 (_MAGIC, _OWNER, _STATE, _STEP, _NUMBER, _SINCE_NS, _LABEL_LENGTH, _WAITING_COUNT, _RELEASED, _GRACE_MS) = range(10)
 _SUPERVISOR, _HEEDED, _PHASE = 10, 11, 12
 (_STEPS, _SAMPLES, _TIMED_STEPS, _TIMED_SAMPLES, _FROM_NS, _TO_NS, _WAITED_NS, _HAS_LOSS, _LOSS) = range(13, 22)
-_ROLE, _WANTED, _CONSIDERED, _BEGUN, _READY, _CHANGING, _CALLED = range(22, 29)
+_ROLE, _WANTED, _CONSIDERED, _BEGUN, _READY, _CHANGING, _CALLED, _LACKING = range(22, 30)
 _WAITING = 32
 _WAITING_MOST = _LABEL_OFFSET // 8 - _WAITING
 
@@ -129,7 +130,7 @@ class ProgressRecord:
         state: Activity of the instance.
         since_s: Begin of that activity, on the host's `time.monotonic` clock.
         waiting_for: Instances for which it has waited long.
-        grace_s: Time that it may take to end after SIGTERM, because it has something to save.
+        grace_s: Time that it may take to end after SIGTERM or SIGINT, because it has something to save.
         heeded: Number of lost instances in the supervisor's last release that the instance has seen; 0: none.
         phase: Phase of the step, one of `PHASES`.
         made: Steps made, and their results.
@@ -138,6 +139,7 @@ class ProgressRecord:
         considered: Number of the last wish that the instance has considered in a membership change; 0: none.
         is_ready: Whether a spare has come to the place in the program at which the active instances are.
         is_changing: Whether the process waits for the others in a change of the members.
+        lacks_values: Whether the process has been a spare, and has not got the variables of the others yet.
         fault: Reason why the page is invalid, or "".
     """
 
@@ -156,6 +158,7 @@ class ProgressRecord:
     considered: int = 0
     is_ready: bool = False
     is_changing: bool = False
+    lacks_values: bool = False
     fault: str = ""
 
     @property
@@ -249,6 +252,10 @@ class Progress(ABC):
                 get the wish a moment later than another one, so this page may not have it yet.
         """
 
+    @abstractmethod
+    def takes_values(self) -> None:
+        """Note that this process, which was a spare, has got the variables of the others."""
+
     @property
     @abstractmethod
     def is_to_begin(self) -> bool:
@@ -275,7 +282,7 @@ class Progress(ABC):
 
     @abstractmethod
     def grace(self, seconds: float) -> None:
-        """Note how long the program may take to end by itself after SIGTERM; 0: the usual time."""
+        """Note how long the program may take to end by itself after SIGTERM or SIGINT; 0: the usual time."""
 
     @abstractmethod
     def leaving(self) -> None:
@@ -322,6 +329,8 @@ class NoProgress(Progress):
 
     def takes_role(self, is_spare: bool, wish: int = 0) -> None: ...
 
+    def takes_values(self) -> None: ...
+
     def catches_up(self) -> None: ...
 
     def needs_all(self) -> None: ...
@@ -347,6 +356,7 @@ class ProgressPage(Progress):
     """The writing side of the page; also an instrument. One thread at a time; a note takes well under a microsecond."""
 
     __slots__ = (
+        "__weakref__",
         "_begun_ns",
         "_call",
         "_considered_word",
@@ -367,11 +377,7 @@ class ProgressPage(Progress):
     is_supervised = True
 
     def __init__(self, descriptor: int) -> None:
-        self._map = mmap.mmap(descriptor, PAGE_BYTES)
-        view = memoryview(self._map)
-        self._words = view.cast("Q")
-        self._label_at = view[_LABEL_OFFSET:]
-        self._losses = view[8 * _LOSS : 8 * _LOSS + 8]
+        self._write_to(mmap.mmap(descriptor, PAGE_BYTES))
         self._call: Call | None = None
         self._pending: Callable[[], float | None] | None = None
         self._begun_ns = self._waited_ns = self._lost = self._outer = 0
@@ -381,6 +387,18 @@ class ProgressPage(Progress):
         self._is_changing = False  # a change of the members is under way, and considers the wish
         self._words[_OWNER] = os.getpid()
         self._words[_STATE] = State.RUNNING.value
+        _pages.add(self)
+
+    def _write_to(self, page: mmap.mmap | bytearray) -> None:
+        self._map = page
+        view = memoryview(page)
+        self._words = view.cast("Q")
+        self._label_at = view[_LABEL_OFFSET:]
+        self._losses = view[8 * _LOSS : 8 * _LOSS + 8]
+
+    def leave_alone(self) -> None:
+        """Write to memory of this process from now on, because it is a forked child of the page's owner."""
+        self._write_to(bytearray(PAGE_BYTES))
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> ProgressPage | NoProgress:
@@ -527,6 +545,8 @@ class ProgressPage(Progress):
         return self._wanted.number if self._wanted.is_complete else 0
 
     def takes_role(self, is_spare: bool, wish: int = 0) -> None:
+        if is_spare:
+            self._words[_LACKING] = 1  # also as an active instance, until it has got the variables
         self._words[_ROLE] = Role.SPARE if is_spare else Role.ACTIVE  # first: poprun trusts it in a considered wish
         self._is_changing = False
         self._words[_CHANGING] = 0
@@ -534,6 +554,9 @@ class ProgressPage(Progress):
             self._words[_CONSIDERED] = wish
         if wish and wish == self.wish:
             self._considered_word = self._wanted_word
+
+    def takes_values(self) -> None:
+        self._words[_LACKING] = 0
 
     @property
     def is_to_begin(self) -> bool:
@@ -573,6 +596,17 @@ class ProgressPage(Progress):
         self._label_at[: len(written)] = written
         self._words[_LABEL_LENGTH] = len(written)
         self._call = call
+
+
+_pages: WeakSet[ProgressPage] = WeakSet()
+
+
+def _leave_pages_alone() -> None:
+    for page in _pages:
+        page.leave_alone()
+
+
+os.register_at_fork(after_in_child=_leave_pages_alone)
 
 
 def new_page() -> bytes:
@@ -618,6 +652,7 @@ def parse_progress(page: bytes) -> ProgressRecord:
         considered=words[_CONSIDERED],
         is_ready=bool(words[_READY]),
         is_changing=bool(words[_CHANGING]),
+        lacks_values=bool(words[_LACKING]),
     )
 
 

@@ -18,6 +18,7 @@ usage: poprun [options] program [program arguments]
        poprun verify [options] program [program arguments]
        poprun timeline merge|report FOLDER [options]
        poprun top [--job PID | --address HOST:PORT]
+       poprun resize JOB [N] [options]
        poprun simulate all-reduce|plot|measure [options]
 
 example, 8 replicas in 2 processes:
@@ -28,6 +29,7 @@ _WORDS = (
     "verify proves that the program gives the same bits however its replicas are spread; see poprun verify --help. "
     "timeline shows the recording of a job; see poprun timeline --help. "
     "top shows what a running job does; see poprun top --help. "
+    "resize changes the number of instances of a running job; see poprun resize --help. "
     "simulate computes the time of an all-reduce on hosts that you describe; see poprun simulate --help."
 )
 _MORE = "poprun --help-all lists the other options too, such as those for partitions and those without effect."

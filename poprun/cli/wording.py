@@ -37,11 +37,11 @@ def cut_off(text: str, most: int = 300) -> str:
 
 
 def name_nearest(written: str, known: Iterable[str]) -> str:
-    """Return the known names nearest to an unknown one, as a question to append to a message; often empty."""
+    """Return the known name nearest to an unknown one, as a question to append to a message; often empty."""
     import difflib  # takes some milliseconds to load, and only errors need it
 
-    nearest = difflib.get_close_matches(written.replace("_", "-"), list(known), n=3, cutoff=0.6)
-    return f", did you mean {' or '.join(nearest)}?" if nearest else ""
+    nearest = difflib.get_close_matches(written.replace("_", "-"), list(known), n=1, cutoff=0.6)
+    return f", did you mean {nearest[0]}?" if nearest else ""
 
 
 def without_controls(text: str) -> str:

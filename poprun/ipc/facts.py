@@ -124,8 +124,8 @@ class Facts:
 
     @property
     def has_variables(self) -> bool:
-        """Whether it has trained, so that others can get the variables from it."""
-        return not self.is_spare and not self.record.is_spare
+        """Whether others can get the variables from it: it has trained, or was a spare and has got them."""
+        return not (self.is_spare or self.record.is_spare or self.record.lacks_values)
 
     @property
     def is_at_end(self) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from poprun.cli.mpi_arguments import export_options
 from poprun.cli.settings import LaunchSettings
-from poprun.cli.wording import list_ranges
+from poprun.cli.wording import count, list_ranges
 from poprun.hosts.hosts import Host
 from poprun.ipc.wire import CONTROL_VARIABLE, HOST_VARIABLE, mark
 from poprun.launch.placement import InstancePlace
@@ -20,6 +20,7 @@ TYPE_CHECKING = False  # replaces `typing.TYPE_CHECKING`: `typing` takes too lon
 if TYPE_CHECKING:
     from poprun.hosts.remote import Remote
 
+_MANY = 1 << 20  # for hosts whose cores are unknown
 AGENT = Path(__file__).parents[1] / "agent" / "__main__.py"
 
 _QUIET_AND_INDEPENDENT = {
@@ -49,6 +50,7 @@ class Launch:
         oversubscribes: Whether a host has more instances than cores.
         remote: The way to other hosts. None: all instances run on this machine.
         mpirun_variables: Variables that mpirun itself needs in addition.
+        cores: The number of usable cores of each host, where it is known.
     """
 
     settings: LaunchSettings
@@ -61,11 +63,34 @@ class Launch:
     oversubscribes: bool
     remote: Remote | None = None
     mpirun_variables: dict[str, str] = field(default_factory=dict)
+    cores: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def leaves_this_machine(self) -> bool:
         """Whether instances run on other machines than poprun's."""
         return not all(host.is_this_machine for host in self.hosts)
+
+    @property
+    def crowding(self) -> str:
+        """A warning about hosts with more instances than cores; "" if there are none, or the user asks for it.
+
+        Spares count for nothing: they are idle until they take an instance's place.
+        """
+        if "--oversubscribe" in self.settings.mpi.words:
+            return ""
+        instances = Counter(place.host for place in self.places if not place.is_spare)
+        crowded = {host: self.cores[host] for host in instances if instances[host] > self.cores.get(host, _MANY)}
+        if not crowded:
+            return ""
+        facts = [f"{instances[host]} instances on {count(cores, 'core')} of {host}" for host, cores in crowded.items()]
+        fewer = sum(min(instances[host], self.cores.get(host, _MANY)) for host in instances)
+        replicas = self.settings.num_replicas
+        fitting = [each for each in range(len(instances), fewer + 1, len(instances)) if replicas % each == 0]
+        way_out = f"--num-instances {fitting[-1]} --num-replicas {replicas}" if fitting else "fewer instances"
+        return (
+            f"{', '.join(facts)}: instances that share a core wait for each other in every step; use {way_out}, which "
+            "does not change the bits that a strategy trains"
+        )
 
     @cached_property
     def variables(self) -> tuple[InstanceVariables, ...]:

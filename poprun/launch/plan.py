@@ -6,6 +6,7 @@ launch otherwise.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -20,7 +21,14 @@ from poprun.hosts.hosts import Host, check_hosts, parse_hostfile, parse_hosts, r
 from poprun.hosts.this_machine import Core, is_this_machine, usable_cores
 from poprun.launch.launch import Launch
 from poprun.launch.placement import place_instances
-from poprun.launch.program import check_program, check_working_directory, find_mpirun, home_variables
+from poprun.launch.program import (
+    check_descriptors,
+    check_program,
+    check_user,
+    check_working_directory,
+    find_mpirun,
+    home_variables,
+)
 from poprun.launch.transports import loopback_variables, transport_variables
 from poprun.launch.variables import extra_variables, meeting_point, sums_setting
 
@@ -68,10 +76,14 @@ def plan_launch(
     is_here = [host.is_this_machine for host in hosts]
     mpirun = find_mpirun(sys.executable, environ)
     check_working_directory()
+    check_descriptors(sum(count for count, here in zip(processes, is_here, strict=True) if here))
     if any(is_here):  # other hosts have their own copy of the program
         check_program(settings.program[0], environ)
     devices = _devices(settings)
+    if not settings.dry_run:
+        check_user(settings, os.geteuid(), environ)  # not before: the message is of no use if a word is wrong
     cores: dict[str, Sequence[Core]] = dict.fromkeys((host.name for host in hosts), usable_cores())
+    known = {host.name: cores[host.name] for host in hosts if host.is_this_machine}
     names = tuple(name for name in FORWARDED if name in environ)
     remote = None
     if not all(is_here):
@@ -81,8 +93,9 @@ def plan_launch(
             _refuse_ssh(settings, allocation)
         if not is_prepared:
             prepare_hosts(hosts, settings, environ, log or Log())
-        remote, known = find_remote(hosts, settings, mpirun, allocation, environ)
-        cores |= known
+        remote, found = find_remote(hosts, settings, mpirun, allocation, environ)
+        known |= found
+        cores |= found
         names += tuple(name for name in forwarded_names(environ) if name not in names)
     sums = sums_setting(settings, environ)
     here = remote.address if remote is not None else ""
@@ -101,6 +114,7 @@ def plan_launch(
         | dict(allocation.variables if allocation is not None else ())
         | (transport_variables(settings.mpi.words, environ) if len(hosts) == 1 else {})
         | (loopback_variables(settings.mpi.words, environ) if remote is None else {}),
+        cores={host: len(each) for host, each in known.items()},
     )
 
 

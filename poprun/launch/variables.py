@@ -32,6 +32,7 @@ ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
 _LOOPBACK = "127.0.0.1"
 _BELOW_EPHEMERAL = range(20_000, 32_768)  # Linux' ip_local_port_range begins at 32768
 _SILENT = "6"
+HASH_SEED = "PYTHONHASHSEED"
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,8 @@ def job_variables(settings: LaunchSettings) -> dict[str, str]:
 def extra_variables(settings: LaunchSettings, pool: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables besides POPDIST_*; variables that the user has set or exports stay unchanged."""
     # Output goes through a pipe; without this, a Python program's lines would be held back until 8 KiB are full.
-    defaults = {**pool, "PYTHONUNBUFFERED": "1"}
+    # With one hash seed for all instances and jobs, a set of strings has one order; see decisions_bits.md.
+    defaults = {**pool, "PYTHONUNBUFFERED": "1", HASH_SEED: "0"}
     if settings.profile is not None:
         from popdist.timeline.profiles import TORCH, WantedProfile
 

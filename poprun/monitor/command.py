@@ -148,15 +148,20 @@ def find_local_job(job: int | None, way_out: str) -> SnapshotSource:
     if not jobs:
         which = "no job" if job is None else f"no poprun with process {job}"
         raise PopRunError(f"{which} of yours runs on {os.uname().nodename}; {way_out}")
-    pid, name = jobs[0] if len(jobs) == 1 else _ask_which(jobs)
+    pid, name = jobs[0] if len(jobs) == 1 else choose_job(jobs)
     return call_local(name, f"job {pid}")
 
 
-def _ask_which(jobs: Sequence[tuple[int, str]]) -> tuple[int, str]:
-    listed = draw_rows([("job", "runs for", "instances", "program"), *(_describe(*each) for each in jobs)])
+def choose_job(jobs: Sequence[tuple[int, str]]) -> tuple[int, str]:
+    """List several jobs on standard error, and ask the user for one of them.
+
+    Raises:
+        UsageError: No terminal is there to ask, or the answer is not one of the jobs.
+    """
+    show(draw_rows([("job", "runs for", "instances", "program"), *(_describe(*each) for each in jobs)]), 2)
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise UsageError(f"{count(len(jobs), 'job')} of yours run here; name one with --job:\n{listed}")
-    show(f"{listed}\nwhich job? ", 2)
+        raise UsageError(f"{count(len(jobs), 'job')} of yours run here, as listed above; name one with --job PID")
+    show("which job? ", 2)
     answer = sys.stdin.readline().strip()
     for each in jobs:
         if answer == str(each[0]):

@@ -12,6 +12,7 @@ from poprun.cli.log import Level
 from poprun.cli.wording import count, list_ranges
 from poprun.ipc.facts import Ending, EndKind, Facts, JobEnd, Loss, Verdict, signal_name
 from poprun.supervisor.job_events import Action, CleanUp, Deed, DeedKind, Finish, Say
+from poprun.supervisor.signals import PASSED_ON
 
 MOST_LINES = 15
 SAME_MOMENT_S = 0.05
@@ -327,14 +328,14 @@ def _ended_by_itself(facts: Sequence[Facts]) -> int | None:
 
 def _is_orderly(ending: Ending) -> bool:
     """Return whether a program ended with 128 + a signal, as `strategies.Checkpoints` and many batch programs do."""
-    return ending.kind is EndKind.EXIT and ending.number - 128 in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    return ending.kind is EndKind.EXIT and ending.number - 128 in (signal.SIGTERM, signal.SIGINT, *PASSED_ON)
 
 
 def describe_failure(blamed: Facts, facts: Sequence[Facts]) -> str:
     """Return a line about an instance that has failed or ended too early."""
     how = "left the program" if blamed.ending is None else blamed.ending.describe()
     if not blamed.is_gone:
-        place = _describe_place(blamed)
+        place = _describe_place(blamed) if len(facts) > 1 else _describe_step(blamed)
         if place and blamed.ending is not None and blamed.ending.kind is EndKind.LOST:
             place = f"; last heard of {place.lstrip(', ')}"  # the last report may be old
         return f"{blamed.name} {how}{place}"
@@ -367,10 +368,14 @@ def _describe_place(each: Facts) -> str:
         return ""
     if record.is_joining:
         return " in popdist.init"
-    step = f" in step {record.step}" if record.step else ""
+    step = _describe_step(each)
     if record.is_inside:
         return f"{step}, inside collective {record.number}, {record.label}"
     return f"{step}, after collective {record.number}, {record.label}" if record.number else step
+
+
+def _describe_step(each: Facts) -> str:
+    return f" in step {each.record.step}" if each.record.step else ""
 
 
 def _describe_others(facts: Sequence[Facts], blamed: int) -> list[str]:
@@ -431,6 +436,13 @@ _FAR_LINES = 20
 """An exception followed by more lines than this did not end the program."""
 
 _FRAMES = ("Traceback (most recent call last):", '  File "')
+_TRACE = re.compile(
+    rb"^(.*Traceback \(most recent call last\):|Exception ignored in|terminate called after throwing)", re.MULTILINE
+)
+_HANDLING = b"During handling of the above exception"
+"""The line above an exception that the program's own reaction to the interrupt has raised."""
+_OF_JAX = (b"--------------------", b"For simplicity, JAX has removed")
+_LONGEST_TRACE_BYTES = 1 << 18
 _EXCEPTION = re.compile(r"[^\W\d][\w.]*(: .*)?")
 
 
@@ -447,9 +459,10 @@ class LastLines:
     def describe_cause(self, verdict: Verdict, facts: Sequence[Facts]) -> str:
         """Describe the instance to blame and its last error in one line, to be shown after all other output.
 
-        The text is empty if there is only one instance, if a signal ended it, or if it has written no error.
+        The text is empty if a signal ended the instance, or if it has written no error. If the job has only one
+        instance, its last line stands above anyway, so only an exception is described.
         """
-        if verdict.instance is None or len(facts) < 2:
+        if verdict.instance is None:
             return ""
         blamed = facts[verdict.instance]
         lines = _lines_of(self._ends.get(blamed.index, b""))
@@ -460,7 +473,37 @@ class LastLines:
             return ""
         if exception := find_exception(lines):
             return f"{who}: {_cut(exception)} ({status})"
-        return f"{who} ({status}), which wrote last: {_cut(lines[-1])}" if lines and ending is not None else ""
+        is_telling = lines and ending is not None and len(facts) > 1
+        return f"{who} ({status}), which wrote last: {_cut(lines[-1])}" if is_telling else ""
+
+
+class InterruptedTraces:
+    """The tracebacks that instances write after Ctrl-C: those that follow from it are not shown.
+
+    From the first traceback on, an instance's standard error is held back until the instance has ended. A library may
+    raise another exception from KeyboardInterrupt, for example while it is imported, or in a callback of XLA.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, bytes] = {}
+
+    def take(self, instance: int, data: bytes) -> bytes:
+        """Take standard error of an instance, and return the part to show now."""
+        if instance in self._held:
+            self._held[instance] += data
+            return self.release(instance) if len(self._held[instance]) > _LONGEST_TRACE_BYTES else b""
+        if begin := _TRACE.search(data):
+            self._held[instance] = data[begin.start() :]
+        return data[: begin.start()] if begin else data
+
+    def release(self, instance: int) -> bytes:
+        """Return what was held back for an instance, without the tracebacks if they follow from the interrupt."""
+        lines = self._held.pop(instance, b"").splitlines(keepends=True)
+        interrupts = [number for number, line in enumerate(lines) if line.startswith(b"KeyboardInterrupt")]
+        is_wanted = not interrupts or any(line.startswith(_HANDLING) for line in lines[interrupts[-1] :])
+        indented = [number for number, line in enumerate(lines) if line.startswith((b" ", b"\t"))]
+        begin = 0 if is_wanted else max([*interrupts, *(number + 1 for number in indented)]) + 1
+        return b"".join(line for line in lines[begin:] if is_wanted or not line.startswith(_OF_JAX))
 
 
 def find_exception(lines: Sequence[str]) -> str:

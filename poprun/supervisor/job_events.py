@@ -35,7 +35,7 @@ TOLD_LIMIT_S = 5.0
 INTERRUPT_GRACE_S = 0.9
 """The time limit for programs to end after Ctrl-C or SIGTERM, unless they have asked for more time to save."""
 GRACE_ANSWER_LIMIT_S = 3.0
-"""The time limit for instances to answer, after SIGTERM, how long they need to save."""
+"""The time limit for instances to answer, after SIGTERM or SIGINT, how long they need to save."""
 CLOSE_LIMIT_S = 0.4
 """The time limit for agents to end the remaining processes of their instances."""
 SPARE_LIMIT_S = 5.0

@@ -9,7 +9,8 @@ RUNNING ──▶ SETTLING ──▶ CLOSING ──▶ OVER
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from enum import Enum
 
 from popdist.records.progress import Role
@@ -18,6 +19,7 @@ from poprun.ipc.facts import Carriers, Ending, EndKind, Facts, JobEnd, Loss, Ver
 from poprun.ipc.resizes import ResizeAnswer
 from poprun.launch.launch import Across
 from poprun.supervisor.diagnosis import (
+    InterruptedTraces,
     LastLines,
     LastWords,
     describe_rest,
@@ -50,6 +52,7 @@ from poprun.supervisor.job_events import (
     Event,
     InstanceChange,
     InstanceChanged,
+    InstanceEnded,
     MemberConnected,
     OutputPiece,
     ResizeAsked,
@@ -60,7 +63,7 @@ from poprun.supervisor.job_events import (
 from poprun.supervisor.lookout import Lookout
 from poprun.supervisor.members import JobMembers
 from poprun.supervisor.resizing import Resizing
-from poprun.supervisor.signals import END_SIGNAL, PASSED_ON
+from poprun.supervisor.signals import END_SIGNAL, PASSED_ON, SAVE_SIGNALS
 from poprun.supervisor.survival import Survival
 
 STANDARD_OUTPUT_CLOSED = 128 + signal.SIGPIPE
@@ -118,6 +121,8 @@ class JobMachine:
         self._stuck_timeout_s = across.stuck_timeout_s or _NEVER
         self._withheld: list[OutputPiece] = []
         self._last_lines = LastLines()
+        self._traces = InterruptedTraces()
+        self._is_saving_announced = False
         self._released: int | None = None
         self._passed_on: set[int] = set()
         self._last_resort = iter((END_SIGNAL, signal.SIGKILL))
@@ -159,6 +164,8 @@ class JobMachine:
                     self._greet(event)
                 elif was_spare and self._members.facts[event.instance].record.role is Role.ACTIVE:
                     self._actions.append(Say(Level.INFO, f"{self._members.facts[event.instance].name} has joined"))
+                elif isinstance(event, InstanceEnded):
+                    self._release_traces([event.instance])
                 elif isinstance(event, InstanceChanged) and event.change is InstanceChange.NOTICED:
                     self._take_notice(self._members.facts[event.instance].host, now_s)
         actions, self._actions = self._actions, []
@@ -179,6 +186,9 @@ class JobMachine:
     def _show(self, piece: OutputPiece) -> None:
         if self.phase is JobPhase.SETTLING:
             self._withheld.append(piece)
+        elif self.phase is JobPhase.INTERRUPTED and piece.descriptor == 2 and self._exit_status == 128 + signal.SIGINT:
+            if data := self._traces.take(piece.instance, piece.data):
+                self._actions.append(replace(piece, data=data))
         elif self.phase is not JobPhase.CLOSING or (self._verdict and self._verdict.instance == piece.instance):
             self._actions.append(piece)
 
@@ -404,7 +414,7 @@ class JobMachine:
         self._next_look_s = _NEVER
 
     def _keep_interrupt_deadline(self, now_s: float) -> None:
-        """Extend the deadline after SIGTERM to the time that programs need to save.
+        """Extend the deadline after SIGTERM or SIGINT to the time that programs need to save.
 
         After one instance has ended, the others get the usual time only.
         """
@@ -412,15 +422,28 @@ class JobMachine:
         ends = [each.ending for each in facts if each.ending is not None and each.is_needed]
         if any(ending.at_s >= self._interrupted_at_s for ending in ends):
             self._deadline_s = min(self._deadline_s, now_s + INTERRUPT_GRACE_S)
-        elif self._exit_status == 128 + signal.SIGTERM:
+        elif self._exit_status - 128 in SAVE_SIGNALS:
             grace_s = max([INTERRUPT_GRACE_S, *(each.record.grace_s for each in facts)])
+            if grace_s > INTERRUPT_GRACE_S:
+                self._announce_saving(grace_s)
             if self._members.are_asked:  # with too few cores, a request for more time may come late
                 grace_s = max(grace_s, GRACE_ANSWER_LIMIT_S)
             self._deadline_s = self._interrupted_at_s + grace_s
 
+    def _announce_saving(self, grace_s: float) -> None:
+        if self._exit_status == 128 + signal.SIGINT and not self._is_saving_announced:
+            self._is_saving_announced = True
+            text = f"the programs save and leave, within {grace_s:g} s; press Ctrl-C again to end them at once"
+            self._actions.append(Say(Level.WARN, text))
+
+    def _release_traces(self, instances: Iterable[int]) -> None:
+        released = ((instance, self._traces.release(instance)) for instance in instances)
+        self._actions += [OutputPiece(instance, 2, data) for instance, data in released if data]
+
     # The end.
 
     def _close(self, now_s: float) -> None:
+        self._release_traces(range(len(self._members.facts)))
         self.phase = JobPhase.CLOSING
         self._actions += self._members.stop()
         self._deadline_s = now_s + CLOSE_LIMIT_S

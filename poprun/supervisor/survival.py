@@ -156,7 +156,7 @@ def choose_carriers(before: Sequence[int], left: Sequence[Facts], target: int) -
 
 
 def _role_of(each: Facts) -> Role:
-    if each.is_asleep:
+    if each.is_asleep or each.record.lacks_values:
         return Role.SPARE
     return Role.LEAVING if each.is_at_end else Role.ACTIVE
 

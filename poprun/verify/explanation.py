@@ -245,8 +245,8 @@ def _of_repetition(difference: RunDifference, evidence: Evidence) -> Iterator[st
     is_random = any(process.hashes_randomly for process in (*evidence.one.processes, *evidence.other.processes))
     if is_random and difference.part in (BATCH, START, STEPS):
         yield (
-            "is it the order of a set of strings? It differs between processes, because PYTHONHASHSEED is not set; "
-            "sort the items of a set"
+            "is it the order of a set of strings? It differs between processes of poprun verify and of other "
+            "launchers, and only poprun sets PYTHONHASHSEED=0; sort the items of a set"
         )
 
 

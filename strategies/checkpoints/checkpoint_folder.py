@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -75,6 +75,7 @@ class SavedTraining:
         packing: Place of each array.
         metrics: Metrics of this state, given by the program.
         extra: The program's own values, in a form that JSON can write.
+        order: The names of the parameters, in the order in which an optimizer numbers their state; empty if none does.
     """
 
     step: int
@@ -84,10 +85,13 @@ class SavedTraining:
     packing: Packing
     metrics: Mapping[str, float] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
+    order: Sequence[str] = ()
 
     def to_json(self) -> str:
         """Return the facts as JSON, which `from_json` reads."""
         values = asdict(self) | {"packing": self.packing.arrays}
+        if not self.order:
+            del values["order"]  # release 0.1.0 does not know it
         return json.dumps(values, indent=2) + "\n"
 
     @classmethod

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _Restored: TypeAlias = tuple[SavedTraining | None, TrainState]
-LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_PATIENCE = b"SIGINT: saving after this step, then leaving; press Ctrl-C again to end at once, without saving\n"
 NICE = 10
 """The niceness of the writer's thread, with which training competes for cores. (Two instances on two cores, a
 checkpoint every 10 steps of the MLP: a step takes 1.37 times as long with niceness 0, 1.13 with 5, and 0.99 with 10.
@@ -71,8 +73,8 @@ class Checkpoints:
     the position in the data set, and the program's own values. `save` copies the arrays before it returns; a thread
     writes the copy. If writing fails, a warning says so, and training goes on.
 
-    Inside the `with` statement SIGTERM and SIGUSR1 do not end the process. All instances save after the same step and
-    leave together; see `after_step`.
+    Inside the `with` statement SIGTERM, SIGUSR1 and a first SIGINT (Ctrl-C) do not end the process. All instances save
+    after the same step and leave together; see `after_step`.
 
     Args:
         directory: Folder on instance 0, one per job.
@@ -82,7 +84,7 @@ class Checkpoints:
         every: `after_step` saves if the step is a multiple of `every`, or as soon as possible after that.
         keep: Number of newest checkpoints to keep.
         keep_best: Choice of other checkpoints to keep, by a metric given to `save` or `after_step`.
-        grace_s: Seconds that poprun waits for the last checkpoint after SIGTERM.
+        grace_s: Seconds that poprun waits for the last checkpoint after SIGTERM or SIGINT.
 
     Attributes:
         extra: The program's own values by name, such as its best accuracy. They are saved with each checkpoint, and
@@ -141,9 +143,14 @@ class Checkpoints:
         return self._opened
 
     def __enter__(self) -> Checkpoints:
-        """Take over SIGTERM and SIGUSR1, in the main thread only: they no longer end the process."""
+        """Take over the signals to leave, in the main thread only: they no longer end the process.
+
+        SIGINT is left to a program that handles or ignores it by itself.
+        """
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._take_signal) for number in LEAVE_SIGNALS}
+            is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            taken = [number for number in LEAVE_SIGNALS if number != signal.SIGINT or is_ours]
+            self._handlers = {number: signal.signal(number, self._take_signal) for number in taken}
             self._strategy.progress.grace(self._grace_s)
         return self
 
@@ -280,7 +287,7 @@ class Checkpoints:
             position = None if self._dataset is None else self._dataset.position()
             replicas, packing = self._strategy.num_replicas_in_sync, packing or self._copy(state)
             training = SavedTraining(
-                state.step, replicas, self._trainer.seed, position, packing, self._last_metrics, own
+                state.step, replicas, self._trainer.seed, position, packing, self._last_metrics, own, self._order
             )
             self._writing = self._thread.submit(self._write, folder, training, self._flat)
 
@@ -299,8 +306,8 @@ class Checkpoints:
         after the first step at which the writer is free. Only sharded optimizer state is gathered at once and makes
         training wait, because only instance 0 knows whether the writer is free.
 
-        If an instance gets SIGTERM or SIGUSR1, it tells the others with its next gradients. After that step all
-        instances save the state together, and leave.
+        If an instance gets SIGTERM, SIGUSR1 or SIGINT, it tells the others with its next gradients. After that step all
+        instances save the state together, and leave. A second SIGINT raises KeyboardInterrupt at once.
 
         Args:
             state: State that `Trainer.init` or a step returned last.
@@ -469,12 +476,30 @@ class Checkpoints:
                     f"{what} has {there} as {shown(name)}, but this training has {here}; use the same model and "
                     "optimizer"
                 )
+        pairs = enumerate(zip(training.order, self._order, strict=False))  # without an order in 0.1.0
+        for number, (there, here) in pairs:
+            if there != here:
+                return (
+                    f"{what} has the parameters of the optimizer in another order than this training: number {number} "
+                    f"is {there} there, and {here} here; make them in one order, as with sorted(names) in place of a "
+                    "set, or set PYTHONHASHSEED as in the run that saved it"
+                )
         return ""
+
+    @property
+    def _order(self) -> list[str]:
+        """The names of the parameters by the numbers in the optimizer's state; empty for trainers that name them."""
+        return list(getattr(self._trainer, "order", ()))
 
     # ---- leaving
 
     def _take_signal(self, number: int, frame: object) -> None:
         self._trainer.notice.give(number)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
+            if not self._strategy.progress.is_supervised:  # poprun says it itself
+                with suppress(OSError):  # no logging: the signal may have come inside of it
+                    os.write(2, _PATIENCE)
 
     def _leave(self, state: TrainState, metrics: Mapping[str, ArrayLike] | None) -> None:
         def save_together() -> np.ndarray:

@@ -21,6 +21,7 @@ They come in groups. A difference in an earlier group may cause differences in l
 _MOST = 4  # largest number of differences in a message
 _PROGRAM = "; start all with the same program and arguments"
 _ARGUMENTS = "; start all with the same arguments"
+_ORDER = "; make them in one order: go through sorted(names) in place of a set, or set PYTHONHASHSEED=0 everywhere"
 
 
 def insist_on_agreement(
@@ -82,11 +83,13 @@ def describe(told: Mapping[int, Terms], way_out: str = _ARGUMENTS) -> str:
         values = {name: {instance: of[name] for instance, of in of_instances.items() if name in of} for name in names}
         programs = [name for name in different if any(isinstance(value, list) for value in values[name].values())]
         if programs:
-            return _of_program(programs[0], {each: list(lines) for each, lines in values[programs[0]].items()})
+            return _of_lines(programs[0], {each: list(lines) for each, lines in values[programs[0]].items()})
         if different:
             shown = "; ".join(_of_value(name, values[name], list(told)) for name in different[:_MOST])
             more = len(different) - _MOST
             return shown + (f"; and {more} more" if more > 0 else "") + way_out
+        if len(set(map(tuple, groups))) > 1:
+            return _of_lines("the same parts", {instance: list(group) for instance, group in of_instances.items()})
     raise ValueError("all instances agree")
 
 
@@ -101,12 +104,17 @@ def _of_value(name: str, values: Mapping[int, str | Sequence[str]], instances: S
     return ", ".join([f"{_named(who)} {verb} {what}", *(f"{_named(whose)} {other}" for other, whose in others)])
 
 
-def _of_program(name: str, programs: Mapping[int, Sequence[str]]) -> str:
-    """Describe the first line in which the programs of two instances differ."""
+def _of_lines(name: str, programs: Mapping[int, Sequence[str]]) -> str:
+    """Describe the first line in which the programs of two instances differ, or the names in another order."""
     (first, wanted), *others = programs.items()
     instance, lines = next((each, found) for each, found in others if found != wanted)
     pairs = enumerate(itertools.zip_longest(lines, wanted, fillvalue="nothing"), 1)
     number, (here, there) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
+    if sorted(lines) == sorted(wanted):
+        return (
+            f"instance {instance} has {name} in another order than instance {first}: number {number} is '{here}', and "
+            f"there it is '{there}'{_ORDER}"
+        )
     return (
         f"instance {instance} computes {name} differently from instance {first}: line {number} of its program is "
         f"'{here}', and there it is '{there}'{_PROGRAM}"

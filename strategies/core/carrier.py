@@ -125,7 +125,7 @@ def hand_over_all(members: Members, source: int) -> None:
         if facts["step"] is not None:
             carrier.hand_over(source, joins)
     _compare_digests(members, source)
-    journal.is_joining = False
+    journal.takes_values()
 
 
 def _facts_of(members: Members) -> dict[str, object]:

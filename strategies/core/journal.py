@@ -7,7 +7,6 @@ where the others are. If the spare becomes active, it takes part in the operatio
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from collectives import PeerLostError
+from strategies.core.entries import Entry, Nodes
 from strategies.errors import SpareError
 from strategies.typing import Tree
 
@@ -78,8 +78,16 @@ class JournalMember(Protocol):
     def keeps_journal(self) -> bool:
         """Whether other instances may join later, so that the results of all operations are kept for them."""
 
-    def may_change(self, is_so: bool) -> None:
-        """Note whether this instance is in an operation that can be repeated, so that the members may change in it."""
+    def may_change(self, is_so: bool, was_so: bool = False) -> None:
+        """Note whether this instance is in an operation that can be repeated, so that the members may change in it.
+
+        Args:
+            is_so: Whether it is in one.
+            was_so: Whether it begins one, and the operation before could be repeated too; others may still be in that.
+        """
+
+    def takes_values(self) -> None:
+        """Note that this instance, which was a spare, has got the variables of the others."""
 
     def publish(self, entry: Callable[[], bytes]) -> None:
         """Keep the result of an operation for instances that join later; every active instance calls this.
@@ -109,7 +117,10 @@ class NoJournal(JournalMember):
     is_spare = False
     keeps_journal = False
 
-    def may_change(self, is_so: bool) -> None:
+    def may_change(self, is_so: bool, was_so: bool = False) -> None:
+        """Do nothing."""
+
+    def takes_values(self) -> None:
         """Do nothing."""
 
     def publish(self, entry: Callable[[], bytes]) -> None:
@@ -150,8 +161,8 @@ class Recorded(Generic[T]):
 
     Attributes:
         kind: The kind of the operation; a spare compares it with the kind of its own operation.
-        pack: Returns a function that returns the result as a small value for `pickle`. It may be called later, and only
-            on one instance.
+        pack: Returns a function that returns the result as a small value of an `Entry`. It may be called later, and
+            only on one instance.
         unpack: Returns the result on a spare, given that value.
     """
 
@@ -160,36 +171,29 @@ class Recorded(Generic[T]):
     unpack: Callable[[Tree], T]
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """An entry of the journal.
-
-    Attributes:
-        kind: The kind of the operation.
-        done: `InstanceProgress.done` after it.
-        passes: `InstanceProgress.passes` after it.
-        value: The result.
-        obstacle: The reason why the operation cannot be replayed, or "".
-    """
-
-    kind: str
-    done: int
-    passes: int
-    value: object = None
-    obstacle: str = ""
-
-
 def _nothing() -> object:
     return None
 
 
-def _encode(kind: str, done: int, passes: int, read: Callable[[], object], obstacle: str) -> bytes:
+def _encode(nodes: Nodes, kind: str, done: int, passes: int, read: Callable[[], object], obstacle: str) -> bytes:
     if not obstacle:
         try:
-            return pickle.dumps((kind, done, passes, read(), ""))
+            return Entry(kind, done, passes, read()).encode(nodes)
         except Exception as error:
             obstacle = f"its result cannot be kept: {type(error).__name__}: {error}"
-    return pickle.dumps((kind, done, passes, None, obstacle))
+    return Entry(kind, done, passes, None, obstacle).encode(nodes)
+
+
+def _unpacked(recorded: Recorded[T], entry: Entry) -> T:
+    try:
+        return recorded.unpack(entry.value)
+    except SpareError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise SpareError(
+            f"the result of {entry.kind!r} of the active instances has another form than this program's: {error}. "
+            "The job goes on without this spare; give all instances the same versions of their packages"
+        ) from error
 
 
 class Journal:
@@ -203,6 +207,7 @@ class Journal:
     Args:
         member: This instance's membership.
         progress: This instance's progress.
+        nodes: The classes of results, besides those of Python and NumPy.
 
     Attributes:
         is_kept: Whether operations are recorded or replayed at all.
@@ -211,15 +216,16 @@ class Journal:
         carriers: The holders of states that joining instances get, in the order of their construction.
     """
 
-    def __init__(self, member: JournalMember, progress: InstanceProgress) -> None:
+    def __init__(self, member: JournalMember, progress: InstanceProgress, nodes: Nodes) -> None:
         self.is_kept = member.keeps_journal or member.is_spare
         self.is_joining = self.has_joined = False
         self.carriers: list[StateCarrier] = []
         self._member = member
         self._progress = progress
-        self._is_inside = False
+        self._nodes = nodes
+        self._is_inside = self._is_repeatable = False  # the latter: whether the last operation is
         self._held: Callable[[], bytes] | None = None
-        self._next: _Entry | None = None  # read, and not yet replayed
+        self._next: Entry | None = None  # read, and not yet replayed
 
     @property
     def replays(self) -> bool:
@@ -248,14 +254,15 @@ class Journal:
             if self._member.is_spare:
                 entry = self._replayed(recorded.kind)
                 if entry is not None:
-                    return recorded.unpack(entry.value)
+                    return _unpacked(recorded, entry)
                 if not survives:
                     raise SpareError(
                         f"an instance was lost in {recorded.kind!r}, which the others cannot repeat, so no spare can "
                         "take its place"
                     )
             self._is_inside = True  # without a context manager, because each step comes here
-            self._member.may_change(survives)
+            self._member.may_change(survives, self._is_repeatable)
+            self._is_repeatable = survives
             try:
                 done = body()
             except BecameSpareError:
@@ -279,6 +286,7 @@ class Journal:
         """
         if not self.is_kept or self._is_inside:
             return
+        self._is_repeatable = False
         if self._replayed(kind) is None and not self.is_joining:
             self.record(kind, obstacle="spares do not have its results")
 
@@ -304,13 +312,19 @@ class Journal:
         progress = self._progress
         progress.entries += 1
         self.flush()
-        self._held = partial(_encode, kind, progress.done, progress.passes, read, obstacle)
+        self._held = partial(_encode, self._nodes, kind, progress.done, progress.passes, read, obstacle)
 
     def flush(self) -> None:
         """Publish the entry of the last operation, before the members change."""
         held, self._held = self._held, None
         if held is not None:
             self._member.publish(held)
+
+    def takes_values(self) -> None:
+        """Note that this instance has got the states of the others, so that it takes part in the operation."""
+        if self.is_joining:
+            self.is_joining = False
+            self._member.takes_values()
 
     def replaced(self, state: object, new: object) -> None:
         """Note that the program goes on with another state, such as one from a checkpoint."""
@@ -320,7 +334,7 @@ class Journal:
 
     # ---- on a spare
 
-    def _replayed(self, kind: str) -> _Entry | None:
+    def _replayed(self, kind: str) -> Entry | None:
         """Return the next entry; None if this instance is active, or becomes active now."""
         if not self._member.is_spare or self.is_joining:
             return None
@@ -344,13 +358,13 @@ class Journal:
         progress.done, progress.passes, progress.share = entry.done, entry.passes, None
         return entry
 
-    def _read(self) -> _Entry | None:
+    def _read(self) -> Entry | None:
         if self._next is None:
             data = self._member.next_entry()
             if data is None:
                 self.is_joining = self.has_joined = True
                 return None
-            self._next = _Entry(*pickle.loads(data))
+            self._next = Entry.decode(data, self._nodes)
         return self._next
 
     def wait_for_values(self, join: Callable[[], object]) -> None:

@@ -84,7 +84,8 @@ class CommonOptions(ABC):
 
     Attributes:
         seed: Seed of the keys; with PyTorch, of all random numbers that modules draw.
-        check_numerics: Whether to raise `NonFiniteGradientError` for the first mean gradient that is NaN or infinite.
+        check_numerics: Whether to raise `NonFiniteGradientError` for the first mean gradient that is NaN or infinite,
+            or for such a mean loss.
         digest_every: Number of steps between comparisons of the state's bits between instances; 0 for none. A
             difference raises `DivergenceError`. Under `poprun --on-failure shrink` the majority's state replaces a
             differing one instead. Parts that only one instance has (sharded optimizer state, residuals) are not

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -69,12 +70,14 @@ class StepRules(Generic[State]):
 
     Attributes:
         digest_every: Number of steps between comparisons of the state's bits between instances; 0 for none.
+        checks_numerics: Whether a mean loss that is not finite is an error.
         own_part: The part of the state that no other instance has, in words; None without one.
         flipped: Returns the state with one bit changed, to inject a fault.
         rows_of: Returns the number of rows of all local replicas in a batch.
     """
 
     digest_every: int
+    checks_numerics: bool
     own_part: str | None
     flipped: Callable[[State], State]
     rows_of: Callable[[Batch], int]
@@ -183,6 +186,8 @@ class StepLoop(Generic[State, Pending]):
                 pending.exchange.reduce(bucket, contributions)
         arrived = self._engine.arrived(pending)
         self.notice.agree(arrived.notice)
+        if self._rules.checks_numerics and arrived.is_weighted and arrived.names:
+            _refuse_not_finite(float(np.asarray(arrived.tail)[0]), state.step)
         scale = state.loss_scale
         if self.scaling is not None and scale is not None:
             scale = arrived.scale_after(self.scaling, scale, arrived.is_finite) if arrived.is_weighted else scale.kept()
@@ -220,8 +225,9 @@ class StepLoop(Generic[State, Pending]):
             return self._made(state, batch)
         journal = self._members.journal
         if journal.replays:
+            instruments = self._members.instruments  # a forked child is refused before it rehearses
             self._rehearse(batch)
-            self._members.instruments.step_begins(state.step)
+            instruments.step_begins(state.step)
         self._before = state
         done = journal.perform(self._recorded, partial(self._carried, state, batch))
         self._before = None
@@ -288,20 +294,21 @@ class StepLoop(Generic[State, Pending]):
 
     def _packed(self, done: _Done[State]) -> Callable[[], object]:
         if isinstance(done, UnappliedStepError):
-            return partial(_Unapplied.of, done)
+            return partial(asdict, _Unapplied.of(done))
         state, metrics = done
         names, means = metrics.names, metrics.means
         if isinstance(means, np.ndarray):
             means = means[: len(names)].copy()  # without the values behind them
         return partial(_told, state.step, names, means, self.notice.is_agreed)
 
-    def _replayed(self, told: _Unapplied | tuple[int, tuple[str, ...], np.ndarray, bool]) -> _Done[State]:
+    def _replayed(self, told: dict[str, str] | tuple[int, tuple[str, ...], np.ndarray, bool]) -> _Done[State]:
         """Return the result of a step of the others."""
         assert self._before is not None
-        if isinstance(told, _Unapplied):
+        if isinstance(told, dict):
+            refusal = _Unapplied(**told)
             self.carrier.note(self._before)
-            self._members.done_so_far.share = partial(self._share_refusal, told)
-            return told.error
+            self._members.done_so_far.share = partial(self._share_refusal, refusal)
+            return refusal.error
         step, names, means, is_agreed = told
         metrics = self.metrics = Metrics(names, means)
         self.notice.agree(float(is_agreed))
@@ -459,6 +466,15 @@ class StepLoop(Generic[State, Pending]):
         self.notice.agree(self.notice.is_given)
         rows, beside = partial(self._rules.rows_of, batches[0]), partial(self._beside, state, len(batches))
         tell_end(self._members, self._members.instruments, rows, 1, metrics, state.step, beside, tails)
+
+
+def _refuse_not_finite(loss: float, step: int) -> None:
+    """Raise if the mean loss is not finite: finite gradients of a part that is not NaN would hide it."""
+    if not math.isfinite(loss):
+        raise NonFiniteGradientError(
+            f"the mean loss over all replicas is {loss} at step {step}, but its gradients are finite; the step was not "
+            "applied: look for rows or operations that make the loss NaN or infinite"
+        )
 
 
 def _told(step: int, names: tuple[str, ...], means: UnreadArray, is_agreed: bool) -> object:

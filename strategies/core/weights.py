@@ -44,8 +44,9 @@ def is_weighted(
     weight: float,
     step: int,
     zero_weight: str,
-    who: Callable[[], Sequence[int]] | None = None,
+    of_replicas: Callable[[], Sequence[float]] | None = None,
     needs_finite: bool = False,
+    least: float = 0.0,
 ) -> bool:
     """Return whether a step may be applied; False if all weights are zero, and the step is to be skipped.
 
@@ -55,15 +56,24 @@ def is_weighted(
         weight: Mean weight of all replicas and micro-batches, after `travelling`.
         step: Number of steps so far.
         zero_weight: Option `zero_weight`.
-        who: Returns the replicas with a weight that is negative or not finite, for the message. May be collective.
+        of_replicas: Returns the weights of all replicas, for the message. May be collective.
         needs_finite: Whether the weight of a loss is also NaN if it was 0 and the loss is not finite.
+        least: The least mean weight with which the engine computes right products.
 
     Raises:
-        WeightError: If a weight is negative or not finite.
+        WeightError: If a weight is negative or not finite, or the mean is too large or too small.
         ZeroWeightError: If all weights are zero, and `zero_weight` is "error".
     """
-    if not math.isfinite(weight):
-        where = "" if who is None else f" on the replicas {who()}"
+    if math.isinf(weight):
+        largest = [] if of_replicas is None else of_replicas()
+        where = f", the largest is {max(largest):.3g} on replica {np.argmax(largest)}" if largest else ""
+        raise WeightError(
+            f"the sum of the weights of losses overflows float32 at step {step}{where}; the step was not applied: "
+            "divide all weights by one number"
+        )
+    if math.isnan(weight):
+        bad = None if of_replicas is None else [n for n, one in enumerate(of_replicas()) if not math.isfinite(one)]
+        where = "" if bad is None else f" on the replicas {bad}"
         also, divide = "", ""
         if needs_finite:
             also = ", or it is 0 and the loss is not finite, as a mean over no tokens is,"
@@ -71,6 +81,11 @@ def is_weighted(
         raise WeightError(
             f"the weight of a loss is negative or not finite{also} at step {step}{where}; the step was not applied: "
             f"return a weight that is finite and at least 0, such as the number of tokens{divide}"
+        )
+    if weight and weight < least:
+        raise WeightError(
+            f"the mean weight of the losses is {weight:.3g} at step {step}, but XLA takes numbers below 2**-126 for 0, "
+            f"so it must be at least {least:.3g}; the step was not applied: multiply all weights by one number"
         )
     if weight == 0 and zero_weight == ERROR:
         raise ZeroWeightError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import multiprocessing
 import os
@@ -18,6 +17,7 @@ import numpy as np
 from typing_extensions import override
 
 import strategies.trees as trees
+from collectives import forks
 from popdist.spawned import refuse_while_spawned
 from strategies.argument_checks import at_least, positive
 from strategies.data.layout import Indices, Layout
@@ -176,7 +176,8 @@ class _Workers:
         options = grain.MultiprocessingOptions(num_workers, buffer_size)
         self._batches = iter(batches.mp_prefetch(options, worker_init_fn=begin_worker))
         self._in_use = threading.RLock()
-        atexit.register(self.close)  # runs before the handlers of multiprocessing, which were registered earlier
+        self._made_in = forks.generation
+        forks.at_exit(self.close)  # runs before the handlers of multiprocessing, which were registered earlier
 
     def read(self) -> Batch:
         with self._in_use:
@@ -189,8 +190,10 @@ class _Workers:
         return trees.map(np.array, batch)  # copies, because the name of shared memory may outlive the process
 
     def close(self) -> None:
-        """End the processes; at exit even if a thread still reads."""
-        atexit.unregister(self.close)
+        """End the processes; at exit even if a thread still reads. A forked child leaves them to its parent."""
+        if self._made_in != forks.generation:
+            return
+        forks.not_at_exit(self.close)
         if not self._in_use.acquire(timeout=CLOSE_TIMEOUT_S):
             log.warning("workers have not delivered a batch for %.0f s; they are ended without it", CLOSE_TIMEOUT_S)
             return  # multiprocessing ends them at exit

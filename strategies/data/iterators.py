@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
 from collections import deque
@@ -14,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from collectives import Communicator
+from collectives import Communicator, forks
 from strategies.data.replication import is_in_program
 from strategies.errors import FeedError, StrategyError
 from strategies.typing import Data, Element
@@ -234,6 +233,7 @@ class _Worker(Generic[T]):
         self._is_finished = False
         self._is_stopped = False
         self._changed = threading.Condition()
+        self._made_in = forks.generation
         self._thread = threading.Thread(target=self._produce, name="dataset-prefetch", daemon=True)
 
     @property
@@ -242,8 +242,8 @@ class _Worker(Generic[T]):
             return bool(self._ready)
 
     def start(self) -> Generator[T, None, None]:
-        # atexit calls in reverse order: the thread ends before JAX, imported earlier, clears its backends.
-        atexit.register(self.stop)
+        # Exit handlers run in reverse order: the thread ends before JAX, imported earlier, clears its backends.
+        forks.at_exit(self.stop)
         self._thread.start()
         while self._wait_for_item():
             yield self._take()
@@ -251,13 +251,15 @@ class _Worker(Generic[T]):
             raise self._error
 
     def stop(self) -> None:
+        if self._made_in != forks.generation:
+            return  # the thread is the parent's, and may have held the lock
         with self._changed:
             if self._is_stopped:  # at exit the generator is collected after modules have been emptied
                 return
             self._is_stopped = True
             self._ready.clear()
             self._changed.notify_all()
-        atexit.unregister(self.stop)
+        forks.not_at_exit(self.stop)
         # The garbage collector may close an abandoned generator from any thread, this one included.
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(JOIN_TIMEOUT_S)

@@ -26,6 +26,7 @@ from strategies.jax.evaluation_program import JaxRows
 from strategies.jax.fused_steps import FusedPrograms, Made
 from strategies.jax.gradients.model_state import FIRST, MEAN, PER_REPLICA, ModelStateRule, has_own
 from strategies.jax.gradients.replica_program import ReplicaProgram
+from strategies.jax.gradients.tail import LEAST_WEIGHT
 from strategies.jax.held_parts import HeldParts, rooms
 from strategies.jax.layers import JaxLayers
 from strategies.jax.on_device.queue import StepQueue
@@ -219,7 +220,8 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         if not program.places.is_weighted:
             return True
         weight, zero_weight = float(tail[program.places.weight]), self._options.zero_weight
-        return is_weighted(weight, state.step, zero_weight, needs_finite=program.weighs_losses)
+        needs_finite = program.weighs_losses
+        return is_weighted(weight, state.step, zero_weight, needs_finite=needs_finite, least=LEAST_WEIGHT)
 
     def _means(self, pending: JaxPending) -> tuple[Gradients, Shards | None]:
         return pending.step.means, pending.step.update.mean_shards

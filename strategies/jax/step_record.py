@@ -188,7 +188,8 @@ class StepRecorder:
 
     def _parts(self, leaf: Leaf) -> list[np.ndarray]:
         """Return the rows of each local replica."""
-        array = _on_host(leaf)
+        words = getattr(leaf, "words", None)  # of a CollatedBatch of PyTorch, whose parts have any shapes
+        array = _on_host(leaf) if words is None else words
         return np.split(array, len(self._replicas.local_replicas))
 
     def _whole(self, mean: Leaf, leaf: Leaf, name: str, shards: Shards | None) -> np.ndarray:

@@ -59,8 +59,8 @@ class FitCheckpoints(keras.callbacks.Callback):
     Its public name is `strategies.keras.Checkpoints`.
 
     It saves all variables (of the model, the optimizer, metrics and seed generators), and the position in the data. A
-    resumed epoch does not repeat earlier steps, but callbacks still see them. The last step is saved too. After SIGTERM
-    or SIGUSR1 all instances save after the same step, and leave.
+    resumed epoch does not repeat earlier steps, but callbacks still see them. The last step is saved too. After a
+    signal to leave (SIGTERM, SIGUSR1, Ctrl-C) all instances save after the same step, and leave.
 
     Example::
 
@@ -70,7 +70,7 @@ class FitCheckpoints(keras.callbacks.Callback):
         directory: Folder on instance 0, one for each training.
         every: Number of steps between checkpoints.
         keep: Number of newest checkpoints to keep.
-        grace_s: Seconds that poprun waits for the last checkpoint after SIGTERM.
+        grace_s: Seconds that poprun waits for the last checkpoint after SIGTERM or SIGINT.
         seed: Seed of the shuffle in `fit`. Without this callback NumPy draws the seed, which a resumed job would not
             know.
     """

@@ -127,6 +127,19 @@ class Prometheus(Sink):
         yield metric
 
 
+@dataclass(frozen=True)
+class _Client:
+    """A client that is being answered.
+
+    Attributes:
+        accepted_s: The time at which it was accepted.
+        thread: The thread that reads its request and answers.
+    """
+
+    accepted_s: float
+    thread: threading.Thread
+
+
 @final
 class _Server(ThreadingMixIn, WSGIServer):
     """An HTTP server that limits the number of its clients, and the time of each."""
@@ -138,47 +151,82 @@ class _Server(ThreadingMixIn, WSGIServer):
         (family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = family
         self._client_limit_s = client_limit_s
-        self._accepted_s: dict[socket.socket, float] = {}
+        self._clients: dict[socket.socket, _Client] = {}
+        self._silent: dict[socket.socket, None] = {}  # clients from which nothing was read, the oldest one first
         super().__init__((host, port), _Handler)
         self.set_app(application)
 
     def process_request(self, request: Any, client_address: object) -> None:
-        """Answer in a thread, or close the connection if there are too many clients."""
-        if len(self._accepted_s) >= MOST_CLIENTS:
-            logger.debug("prometheus: already %d clients (MOST_CLIENTS); %s is cut off", MOST_CLIENTS, client_address)
-            self.shutdown_request(request)
-            return
-        self._accepted_s[request] = time.monotonic()
-        super().process_request(request, client_address)
+        """Answer in a thread. If there are too many clients, cut off the one that has been silent longest."""
+        if len(self._clients) >= MOST_CLIENTS:
+            logger.debug("prometheus: already %d clients (MOST_CLIENTS); the oldest is cut off", MOST_CLIENTS)
+            silent = [each for each in list(self._silent) if _is_silent(each)]
+            for oldest in (silent or list(self._clients))[:1]:
+                self._cut_off(oldest)
+        arguments = (request, client_address)
+        thread = threading.Thread(target=self.process_request_thread, args=arguments, daemon=self.daemon_threads)
+        self._clients[request], self._silent[request] = _Client(time.monotonic(), thread), None
+        thread.start()
+
+    def has_asked(self, request: Any) -> None:
+        """Note that a client has sent something."""
+        self._silent.pop(request, None)
 
     def service_actions(self) -> None:
         """Cut off clients that exceed their time; `serve_forever` calls this twice a second and after each request."""
         super().service_actions()
-        self._cut_off(accepted_before_s=time.monotonic() - self._client_limit_s)
+        self._cut_off_before(time.monotonic() - self._client_limit_s)
 
     @override
     def shutdown_request(self, request: Any) -> None:
-        self._accepted_s.pop(request, None)
+        self._silent.pop(request, None)
+        self._clients.pop(request, None)
         super().shutdown_request(request)
 
     @override
     def server_close(self) -> None:
         super().server_close()
-        self._cut_off(accepted_before_s=time.monotonic())
+        self._cut_off_before(time.monotonic())
 
     def handle_error(self, request: Any, client_address: object) -> None:
         """Keep errors of clients out of the program's output."""
         logger.debug("prometheus: the client %s was not answered: %s", client_address, sys.exc_info()[1])
 
-    def _cut_off(self, accepted_before_s: float) -> None:
-        for request, accepted_s in list(self._accepted_s.items()):
-            if accepted_s <= accepted_before_s:
-                with suppress(OSError):  # closed meanwhile
-                    request.shutdown(socket.SHUT_RDWR)
+    def _cut_off_before(self, accepted_s: float) -> None:
+        for request, client in list(self._clients.items()):
+            if client.accepted_s <= accepted_s:
+                self._cut_off(request)
+
+    def _cut_off(self, request: Any) -> None:
+        client = self._clients.get(request)
+        with suppress(OSError):  # closed meanwhile
+            request.shutdown(socket.SHUT_RDWR)
+        if client is not None:
+            client.thread.join()  # it waits for its client only, which is gone
 
 
+@final
 class _Handler(WSGIRequestHandler):
     """A handler that answers one request, and does not log it."""
 
+    server: _Server
+
+    @override
+    def handle(self) -> None:
+        self.connection.recv(1, socket.MSG_PEEK)  # until then, the server sees that the client is silent
+        self.server.has_asked(self.connection)
+        super().handle()
+
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing."""
+
+
+def _is_silent(request: socket.socket) -> bool:
+    """Return whether nothing of a client's request has come."""
+    try:
+        request.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return True
+    except OSError:  # closed meanwhile
+        return False
+    return False

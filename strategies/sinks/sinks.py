@@ -5,7 +5,6 @@ Rows wait for each sink in a bounded queue, from which a thread delivers them.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
 import time
@@ -15,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self, final
 
+from collectives import forks
 from popdist.records.distribution_settings import DistributionSettings
 from popdist.records.watched import Waits
 from strategies.sinks.distribution import Distribution
@@ -83,7 +83,7 @@ class Sinks:
         self._at_close: list[Callable[[Sinks], object]] = []
         if job.is_chief():
             self._begin(is_first=not job.restarts)
-        atexit.register(self.close)  # runs before the handlers registered earlier, such as waiting for other instances
+        forks.at_exit(self.close)  # runs before the handlers registered earlier, such as waiting for other instances
 
     def log(self, values: Mapping[str, object], step: int) -> None:
         """Write the caller's own numbers. Every instance must call it alike; it is not a collective call.
@@ -170,7 +170,7 @@ class Sinks:
             delivery.close()
         for call in self._at_close:
             call(self)
-        atexit.unregister(self.close)
+        forks.not_at_exit(self.close)
 
     def __enter__(self) -> Self:
         return self

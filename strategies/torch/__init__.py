@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from popdist.extras import describe_missing
 from strategies.late_names import late_names
 from strategies.quick_imports import without_collections
 
@@ -9,17 +10,14 @@ try:
     with without_collections():
         import torch  # noqa: F401
 except ModuleNotFoundError as error:
-    if error.name != "torch":
-        raise
-    raise ModuleNotFoundError(
-        "strategies.torch needs PyTorch, which is not installed; run pip install -e '.[torch]' in a checkout of the "
-        "project (PyTorch without CUDA: see torch.md)",
-        name="torch",
-    ) from None
+    if text := describe_missing(error, __name__):
+        raise ModuleNotFoundError(text, name=error.name) from None
+    raise
 
 from strategies.torch.process_group.registration import register
 
 if TYPE_CHECKING:
+    from strategies.torch.collated import CollatedBatch as CollatedBatch
     from strategies.torch.distributed_data import (
         DistributedSampler as DistributedSampler,
     )
@@ -39,6 +37,7 @@ if TYPE_CHECKING:
 register()
 
 _PLACES = {
+    "CollatedBatch": "strategies.torch.collated",
     "DistributedModel": "strategies.torch.distributed_model",
     "DistributedSampler": "strategies.torch.distributed_data",
     "ReplicaGroups": "strategies.torch.replica_groups",

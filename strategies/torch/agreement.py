@@ -11,20 +11,72 @@ values on all instances.
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterator, Sequence
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from types import CellType, CodeType, FunctionType
 from typing import TypeGuard
 
 import torch
 
+from strategies.core.agreement import broadcast_text
+from strategies.core.journal import Recorded
+from strategies.core.survival import together
+from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.optimizer_arrays import PARAMS
 from strategies.torch.replica_groups import groups_of
+
+Order = Mapping[str, Sequence[str]]
+"""The order of the parts of a module: the keys of each of its dictionaries."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 _WORDS = 64
 """Number of hashes. As squares are below 2**12, float32 sums of 4,096 replicas are exact, and so is a variance of 0."""
 _DIFFERENT = 1e-4
+
+
+def order_of(module: torch.nn.Module) -> Order:
+    """Return the order of a module's parts."""
+    return {name: list(holder) for name, holder in _holders(module)}
+
+
+def put_in_order(module: torch.nn.Module, order: Order) -> None:
+    """Give the parts of a module an order, where they have the same names. Modules of TorchScript stay as they are."""
+    for name, holder in _holders(module):  # which goes on to the submodules in their new order
+        wanted = order.get(name, ())
+        if list(holder) != wanted and holder.keys() == set(wanted):
+            for key in wanted:
+                holder[key] = holder.pop(key)
+
+
+def _holders(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, object]]]:
+    for prefix, inner in module.named_modules():
+        holders: list[object] = [inner._parameters, inner._buffers, inner._modules]
+        if isinstance(inner, torch.nn.ParameterDict):
+            holders.append(inner._keys)
+        for number, holder in enumerate(holders):
+            if isinstance(holder, dict):
+                yield f"{prefix}/{number}", holder
+
+
+def told_order(replicas: Replicas, order: Order, root: int = 0) -> Order:
+    """Return the order of rank `root`. Collective."""
+    text = broadcast_text(replicas.communicator, json.dumps(order), root, "order of the module's parts")
+    told: Order = json.loads(text)
+    return told
+
+
+def agree_on_order(replicas: Replicas, module: torch.nn.Module) -> None:
+    """Give the parts of a module the order that they have on instance 0, which a set of names can change. Collective.
+
+    If an instance is lost, the others repeat it.
+    """
+    own = order_of(module)
+    recorded = Recorded[Order]("order of the parts of a module", lambda order: lambda: order, lambda order: order)
+    tell = partial(told_order, replicas)
+    put_in_order(module, together(replicas, lambda: tell(own), tell, lambda: own, recorded))
 
 
 def lines_of_module(module: torch.nn.Module) -> list[str]:
@@ -140,15 +192,34 @@ def word_of(step: int, number: int) -> int:
     return hash((step, number)) % _WORDS
 
 
-def settings_in_words(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return the settings by name, in words, for an error message."""
+def settings_in_words(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, wholes: Sequence[torch.Tensor]
+) -> tuple[dict[str, str], dict[str, Sequence[str]]]:
+    """Return the settings by name, in words, and the members of the optimizer's groups, for an error message."""
     found = {name: "trained" if one.requires_grad else "frozen" for name, one in module.named_parameters()}
-    places = {id(one): name for name, one in module.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):
-        members = [places.get(id(one), "another") for one in group[PARAMS]]
-        values = {name: _number(value) for name, value in group.items()} | {PARAMS: ", ".join(members)}
+        values = {name: _number(value) for name, value in group.items() if name != PARAMS}
         found |= {f"{name} of optimizer group {number}": f"= {value}" for name, value in values.items()}
-    return found
+    return found, members_of_groups(module, optimizer, wholes)
+
+
+def members_of_groups(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, wholes: Sequence[torch.Tensor]
+) -> dict[str, Sequence[str]]:
+    """Return the names of the parameters in each group, in the order in which the optimizer numbers their state.
+
+    Args:
+        module: The module.
+        optimizer: Its optimizer.
+        wholes: The whole parameters, `TorchUpdate.wholes`.
+    """
+    names = {id(one): name for name, one in module.named_parameters()}
+    members = iter([names.get(id(one), "another") for one in wholes])
+    groups = enumerate(optimizer.param_groups)
+    return {
+        f"the parameters of optimizer group {number}": list(itertools.islice(members, len(group[PARAMS])))
+        for number, group in groups
+    }
 
 
 def settings_differ(words: float, squares: float) -> bool:

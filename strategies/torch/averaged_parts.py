@@ -9,6 +9,7 @@ import torch
 
 from strategies.errors import StrategyError
 from strategies.jax.replicas.replicas import Replicas
+from strategies.torch.agreement import order_of, put_in_order, told_order
 from strategies.torch.gradient_exchange import Parameter, Tail, TorchGradientPlan
 from strategies.torch.gradient_hooks import GradientHooks
 from strategies.torch.local_gradients import LocalGradients
@@ -106,10 +107,15 @@ class AveragedParts:
         self.agreement.insist_on_same_parts(self.buffers.slots, new)
         self.known = {id(one) for _, one in self.watch.named}
 
+    def take_order(self) -> None:
+        """Give the parts of the module the order that they have on the first instance. Collective."""
+        put_in_order(self._module, told_order(self._replicas, order_of(self._module)))
+        self._follow_module()
+
     def plan_anew(self) -> None:
         """Make a plan for the parameters that are trained now. Collective."""
         refuse_modules(self._module)
-        self._follow_module()
+        self.take_order()
         new = [one for _, one in self._trained if id(one) not in self.numbers]
         self.insist_on_agreement([*new, *(one for _, one in self.watch.named if id(one) not in self.known)])
         self.make_plan()

@@ -11,6 +11,7 @@ from popdist.switches import require_switches
 from strategies.data.datasets import DistributedDataset
 from strategies.data.layout import Layout, Remainder, epoch_order
 from strategies.strategy import Strategy
+from strategies.torch.collated import CollatedSource, CollateFn
 from strategies.torch.tensors import as_array, tensors_of
 from strategies.typing import Data
 
@@ -25,6 +26,7 @@ def distribute_dataset(
     remainder: Remainder = "drop",
     gradient_accumulation_count: int = 1,
     prefetch: int = 2,
+    collate_fn: CollateFn | None = None,
 ) -> DistributedDataset:
     """Shard a data set over the replicas, as `strategy.distribute_dataset` does, with batches of tensors.
 
@@ -45,9 +47,14 @@ def distribute_dataset(
         remainder: "drop" or "pad" the elements that do not fill the last global batch.
         gradient_accumulation_count: Micro-batches that each replica takes in one step, one after another.
         prefetch: Number of batches that are prepared ahead.
+        collate_fn: Function that makes a micro-batch of a replica from the list of its elements, as that of PyTorch's
+            DataLoader. Its result may have any structure, and tensors of unequal shapes. Batches are `CollatedBatch`.
+
+    Raises:
+        TypeError: If there is a `collate_fn`, and the source has no length or no `[i]`.
     """
     dataset = DistributedDataset(
-        _of_arrays(source),
+        _of_arrays(source) if collate_fn is None else CollatedSource(_of_tensors(source), collate_fn, tensors_of),
         batch_size=batch_size,
         total_replicas=strategy.replicas.num_replicas_in_sync,
         local_replicas=strategy.replicas.local_replicas,
@@ -139,8 +146,11 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
             yield from order[self._layout.positions(step) % self._length].tolist()
 
 
+def _of_tensors(source: object) -> object:
+    return source.tensors if isinstance(source, torch.utils.data.TensorDataset) else source
+
+
 def _of_arrays(source: object) -> object:
     """Return the source with arrays in place of tensors."""
-    if isinstance(source, torch.utils.data.TensorDataset):
-        source = source.tensors
+    source = _of_tensors(source)
     return trees.map(lambda leaf: as_array(leaf) if isinstance(leaf, torch.Tensor) else leaf, source)

@@ -48,8 +48,8 @@ class DistributedModel(torch.nn.Module):
     instances. Random numbers of a forward pass depend on `seed`, the replica, and the number of earlier backward
     passes.
 
-    The constructor is a collective call: all instances begin with the parameters and buffers of instance 0. Backward
-    passes are collective calls, except in `no_sync`.
+    The constructor is a collective call: all instances begin with the parameters and buffers of instance 0, and put the
+    parts of the module in its order. Backward passes are collective calls, except in `no_sync`.
 
     Args:
         module: The module, on the CPU or on one GPU. Its gradients stay on the GPU if the exchange of the job can use

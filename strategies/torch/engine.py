@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from strategies.core.agreement import broadcast_text, insist_on_agreement
 from strategies.core.digest import insist_on_same_bits
 from strategies.core.distributions import Layers
 from strategies.core.engine import Arrived, Buffers, Engine
-from strategies.core.gathering import replicas_where
+from strategies.core.gathering import gather_arrays, replicas_where
 from strategies.core.rows import Begun, EvaluationTask
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
 from strategies.core.weights import is_weighted
@@ -39,9 +38,11 @@ from strategies.torch.agreement import (
     lines_of_function,
     lines_of_module,
     lines_of_optimizer,
+    members_of_groups,
     settings_differ,
     settings_in_words,
 )
+from strategies.torch.collated import CollatedBatch
 from strategies.torch.evaluation import TorchRows
 from strategies.torch.gradient_exchange import (
     GradientExchange,
@@ -198,8 +199,11 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             count = 0 if path is None else path.spread.size
             local = LocalReplicas(self._replicas, memory, self._loss_fn, self._options, count)
             self._local = local
-        tensors = [leaf for leaf in trees.leaves(batch) if isinstance(leaf, torch.Tensor)]
-        key = tuple((leaf.dtype, leaf.shape) for leaf in tensors)
+        key = tuple(
+            (leaf.dtype, leaf.shape if isinstance(leaf, torch.Tensor) else None)  # parts have any shapes
+            for leaf in trees.leaves(batch)
+            if isinstance(leaf, torch.Tensor | CollatedBatch)
+        )
         if key not in local.agreed:
             self._agree(given, batch)
             local.agreed.add(key)
@@ -239,6 +243,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
                 "the loss function": lines_of_function(self._loss_fn),
                 "the update": lines_of_optimizer(training.optimizer),
                 "map_gradient": lines_of_function(self._options.map_gradient),
+                **members_of_groups(training.module, training.optimizer, training.update.wholes),
             }
             local = len(replicas.local_replicas)
             shapes = trees.map(lambda leaf: _shape_for_one(leaf, local), batch)
@@ -344,7 +349,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         local, training = self._replicas.local_replicas, self._training
         if local.start:
             return None
-        part = parts_of(batch, len(local))[0]
+        part = parts_of(batch, len(local), self._options.gradient_accumulation_count)[0]
         memory, options = training.memory_of_replicas, self._options
         expected = expected_of(memory, self._loss_fn, part, training.step, scale, options)
         return None if expected is None else Comparison(expected)
@@ -366,7 +371,9 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         plan = exchange.plan
         tail, means, are_bad, has_weight = self._received(exchange, pending.scale, local.runs)
         if settings_differ(*tail.settings):
-            insist_on_agreement(self._replicas, [settings_in_words(training.module, training.optimizer)])
+            insist_on_agreement(
+                self._replicas, settings_in_words(training.module, training.optimizer, training.update.wholes)
+            )
         if not tail.has_gradient.any():
             raise StrategyError(
                 "no parameter of the module has a gradient, so the step would train nothing; compute the loss with the "
@@ -429,10 +436,12 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         """
         if weight is None:
             return [scale], True
-        who = partial(
-            replicas_where, self._replicas, [math.isnan(run.weight or 0) for run in runs], "who has a bad weight"
-        )
-        if is_weighted(weight, self._training.step, self._options.zero_weight, who):
+
+        def of_replicas() -> list[float]:
+            local = [[np.array(run.weight or 0.0)] for run in runs]
+            return [float(one) for [one] in gather_arrays(self._replicas, local, "weights of the replicas")]
+
+        if is_weighted(weight, self._training.step, self._options.zero_weight, of_replicas):
             return [scale, weight], True
         return [scale], False
 

@@ -23,6 +23,7 @@ from strategies.jax.replicas.gathering import told_rows
 from strategies.jax.replicas.replicas import Replicas
 from strategies.outcome import Outcome
 from strategies.torch.agreement import lines_of_function, lines_of_module
+from strategies.torch.collated import CollatedBatch
 from strategies.torch.inference import InferenceReplicas
 from strategies.torch.outcomes import WEIGHT, outcome_of, weighted_value
 from strategies.torch.replica_run import LossFunction
@@ -186,7 +187,7 @@ class TorchRows:
     def _agree(self, task: EvaluationTask, state: TorchTraining, batch: Masked) -> None:
         """Compare the task with the other instances. Collective if the task or the batch's shapes are new."""
         replicas = self._replicas
-        shapes = trees.map(lambda leaf: ShapeOfArray(tuple(leaf.shape[1:]), dtype_of(leaf)), tensors_of(batch.values))
+        shapes = trees.map(_shape_of_row, tensors_of(batch.values))
         key = task, replicas.communicator, str(shapes)
         if key in self._agreed or self._is_recorded:
             return
@@ -202,8 +203,7 @@ class TorchRows:
         """Return the results of the local replicas. The modules get only the rows that count."""
         local = self._replicas.local_replicas
         masks = [np.asarray(mask) for mask in np.split(np.asarray(batch.mask), len(local))]
-        parts = parts_of(tensors_of(batch.values), len(local))
-        rows = [_first(part, mask) for part, mask in zip(parts, masks, strict=True)]
+        rows = _without_padding(batch.values, masks)
         masters = [state.buffers.masters_of(replica) for replica in local]
         inference = self._replicas_for(task, state)
         try:
@@ -231,7 +231,14 @@ class TorchRows:
             self._inference = None
 
 
-def _first(part: Batch, mask: np.ndarray) -> Batch:
-    """Drop padding rows. If every row is padding, keep one, so that the shape of the outputs is known."""
-    rows = max(int(mask.sum()), 1)
-    return trees.map(lambda leaf: leaf[:rows], part)
+def _without_padding(values: Batch, masks: Sequence[np.ndarray]) -> list[Batch]:
+    """Return the rows of each replica. If every row is padding, keep one, so that the shape of the outputs is known."""
+    rows = [max(int(mask.sum()), 1) for mask in masks]
+    if isinstance(values, CollatedBatch):
+        return parts_of(CollatedBatch(values.shortened(rows)), len(masks))
+    parts = parts_of(tensors_of(values), len(masks))
+    return [trees.map(lambda leaf, count=count: leaf[:count], part) for part, count in zip(parts, rows, strict=True)]
+
+
+def _shape_of_row(leaf: torch.Tensor | CollatedBatch) -> ShapeOfArray | None:
+    return ShapeOfArray(tuple(leaf.shape[1:]), dtype_of(leaf)) if isinstance(leaf, torch.Tensor) else None

@@ -90,6 +90,7 @@ class GradientAveraging:
 
         def attempt() -> bool:
             self._meet_the_others()
+            self.parts.take_order()
             self.parts.insist_on_agreement(())
             self.parts.begin_alike(0)
             self.parts.make_plan()
@@ -192,6 +193,7 @@ class GradientAveraging:
         return self.loop.syncs and parameter in self._hooks
 
     def _enter(self) -> ModelPass:
+        self._communicator.refuse_in_child()
         running = self.passes.enter()
         found = next((one for one in running.passes if one.model is self), None)
         if found is None:

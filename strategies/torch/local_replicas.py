@@ -127,6 +127,7 @@ class LocalReplicas:
         self._compiling: threading.Lock | None = threading.Lock() if waits else None
         self._compiled: set[object] = set()  # the shapes of batches for which the module is compiled
         self._intra_op = options.intra_op_threads
+        self._micro_batches = options.gradient_accumulation_count
         self._threads = ThreadPoolExecutor(at_once, f"{THREADS}-torch", torch.set_num_threads, (self._intra_op,))
 
     def close(self) -> None:
@@ -166,7 +167,7 @@ class LocalReplicas:
         self._wait()  # threads of a step that was given up may still run
         if self._meetings is not None:
             self._meetings.begin()
-        parts = parts_of(batch, len(self.runs))
+        parts = parts_of(batch, len(self.runs), self._micro_batches)
         self._bits.begin()
         if self._outside is not None:
             self._outside.begin()

@@ -235,7 +235,7 @@ class ReplicaModule:
                 if value is not seen.get(name):
                     compile_like(mine, original)
             elif value is not seen.get(name, _Unknown) and not isinstance(value, _PLAIN) and name not in _OF_PYTORCH:
-                vars(mine)[name] = copy.deepcopy(value, self._memo())
+                vars(mine)[name] = _copied(value, self._memo(), name)
         for name in seen.keys() - now.keys():
             vars(mine).pop(name, None)
         seen.clear()
@@ -275,11 +275,24 @@ def _cannot_copy(why: str) -> str:
     )
 
 
-def _copied(original: _Any, memo: dict[int, object]) -> _Any:
+def _copied(original: _Any, memo: dict[int, object], name: str = "") -> _Any:
     try:
         return copy.deepcopy(original, memo)
     except (TypeError, RuntimeError) as error:
-        raise TypeError(_cannot_copy(str(error))) from error
+        if isinstance(original, torch.nn.Module):
+            name = next(filter(None, map(_that_fails, *zip(*original.named_modules(), strict=True))), name)
+        raise TypeError(_cannot_copy(f"{name}: {error}" if name else str(error))) from error
+
+
+def _that_fails(prefix: str, module: torch.nn.Module) -> str | None:
+    """Return the name of the first attribute of a module that cannot be copied, or None."""
+    for name, value in vars(module).items():
+        try:
+            if name != "_modules":
+                copy.deepcopy(value)
+        except (TypeError, RuntimeError):
+            return f"its attribute {prefix}{'.' * bool(prefix)}{name}"
+    return None
 
 
 def _pairs(original: torch.nn.Module, copied: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:

@@ -12,6 +12,7 @@ import torch
 import strategies.trees as trees
 from collectives.arrays import ALIGNMENT_BYTES
 from strategies.late_jax import is_jax_array
+from strategies.torch.collated import CollatedBatch
 from strategies.typing import Batch, Tree
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -81,7 +82,7 @@ def _is_array(leaf: object) -> bool:
     return isinstance(leaf, np.ndarray) or is_jax_array(leaf)
 
 
-def parts_of(batch: Batch, count: int) -> list[Batch]:
+def parts_of(batch: Batch, count: int, of_each: int = 1) -> list[Batch]:
     """Cut a batch along its first axis into parts of equal size, each aligned as an allocated tensor is.
 
     Without the alignment, libraries may round differently.
@@ -89,9 +90,10 @@ def parts_of(batch: Batch, count: int) -> list[Batch]:
     Args:
         batch: A pytree of tensors; other leaves go into every part.
         count: The number of parts.
+        of_each: The number of micro-batches in each part, for batches that a `collate_fn` has made.
 
     Raises:
-        ValueError: If the first axis of a tensor is not a multiple of `count`.
+        ValueError: If the first axis of a tensor is not a multiple of `count`; or a collated batch has other parts.
     """
     leaves, structure = trees.flatten(batch)
     for leaf in leaves:
@@ -100,16 +102,23 @@ def parts_of(batch: Batch, count: int) -> list[Batch]:
         if not leaf.ndim or len(leaf) % count:
             raise ValueError(
                 f"a batch of shape {list(leaf.shape)} cannot be divided into {count} micro-batches of this instance; "
-                "its first axis must be a multiple of their number"
+                "its first axis must be a multiple of their number; give ragged rows as a CollatedBatch, or give "
+                "distribute_dataset a collate_fn"
             )
-    cut = [_cut(leaf, count) for leaf in leaves]
+    cut = [_cut(leaf, count, of_each) for leaf in leaves]
     return [trees.unflatten(structure, [parts[number] for parts in cut]) for number in range(count)]
 
 
-def _cut(leaf: object, count: int) -> Sequence[object]:
+def _cut(leaf: object, count: int, of_each: int) -> Sequence[object]:
+    if isinstance(leaf, CollatedBatch):
+        return [trees.map(_aligned_if_tensor, part) for part in leaf.groups(count, of_each)]
     if not isinstance(leaf, torch.Tensor):
         return [leaf] * count
     return [_aligned(leaf)] if count == 1 else [_aligned(part) for part in torch.tensor_split(leaf, count)]
+
+
+def _aligned_if_tensor(leaf: object) -> object:
+    return _aligned(leaf) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided else leaf
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from strategies.core.step import StepLoop, StepRules
 from strategies.data.every_row import every_row
 from strategies.jax.replicas.replicas import Replicas
 from strategies.strategy import Strategy
+from strategies.torch.agreement import agree_on_order, members_of_groups
 from strategies.torch.engine import TorchEngine, flipped
 from strategies.torch.evaluation import MeansOfRows, OutputsOfRows
 from strategies.torch.memory import keep_freed_memory
@@ -55,7 +56,8 @@ class Trainer:
     parameters. Gradients are averaged over all replicas in a fixed order. The optimizer makes one step per instance.
     Parameters, buffers and optimizer state have the same bits on every instance, and for every number of instances.
 
-    The constructor is a collective call: all instances begin with the parameters and buffers of instance 0.
+    The constructor is a collective call: all instances begin with the parameters and buffers of instance 0, and put the
+    parts of the module in its order. The optimizer numbers its state, so its order must be the same everywhere.
 
     Args:
         strategy: The strategy whose replicas train.
@@ -105,6 +107,7 @@ class Trainer:
         self.seed = seed
         self._strategy = strategy
         replicas = strategy.replicas
+        agree_on_order(replicas, module)
         sharding = settings.replicated_optimizer_state_sharding
         update = (
             ShardedTorchUpdate(replicas, optimizer, settings.min_elements_for_sharding)
@@ -116,7 +119,7 @@ class Trainer:
         self._loss_fn = loss_fn
         self._engine = TorchEngine(replicas, self._training, loss_fn, settings, recorder is not None)
         self._options = settings
-        rules = StepRules(settings.digest_every, settings.own_part, flipped, rows_of)
+        rules = StepRules(settings.digest_every, settings.check_numerics, settings.own_part, flipped, rows_of)
         self._loop = StepLoop(replicas, self._engine, rules, settings.scaling, recorder)
         self._evaluator = Evaluator(replicas, self._engine, every_row, rules.own_part, self._loop.carrier)
         self._loop.start(lambda: self._engine.share(self._training, 0), lambda: self._training)
@@ -268,6 +271,13 @@ class Trainer:
         restored = checkpoints.restore(state, other_replicas=other_replicas)
         if restored is not state:
             self._engine.restore(restored)
+
+    @property
+    def order(self) -> Sequence[str]:
+        """The names of the parameters, in the order in which the optimizer, and residuals of int8, number them."""
+        groups = members_of_groups(self.module, self.optimizer, self._training.update.wholes)
+        residuals = self.module.named_parameters() if self._options.transfer.is_quantised else ()
+        return [*(name for members in groups.values() for name in members), *(name for name, _ in residuals)]
 
     @property
     def is_sharded(self) -> bool:

@@ -8,6 +8,7 @@ from typing import final
 
 import numpy as np
 import torch
+import torch.optim.optimizer as of_torch
 from typing_extensions import override
 
 from strategies.errors import StrategyError
@@ -35,6 +36,8 @@ ELEMENTWISE = (
     "SGD",
 )
 """Optimizers of `torch.optim` that compute each element from the same element of gradient, state and parameter."""
+_WITHOUT_CLIPPING = ("torch.", "strategies.")
+"""Modules whose hooks of all optimizers count steps or raise errors."""
 
 
 class TorchUpdate(ABC):
@@ -51,6 +54,11 @@ class TorchUpdate(ABC):
     @abstractmethod
     def shards(self) -> Shards | None:
         """The cut of mean gradients into shards, one per instance; None if every instance gets whole means."""
+
+    @property
+    @abstractmethod
+    def wholes(self) -> Sequence[torch.nn.Parameter]:
+        """The whole parameters, in the order in which the optimizer numbers their state."""
 
     @abstractmethod
     def apply(self, means: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
@@ -75,6 +83,11 @@ class WholeTorchUpdate(TorchUpdate):
         """None: the means are whole."""
         return None
 
+    @property
+    @override
+    def wholes(self) -> Sequence[torch.nn.Parameter]:
+        return parameters_of(self._optimizer)
+
     @override
     def apply(self, means: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
         for parameter, mean in means:
@@ -96,11 +109,12 @@ class ShardedTorchUpdate(TorchUpdate):
         min_elements: The state of smaller parameters stays whole on every instance.
 
     Raises:
-        StrategyError: If the optimizer is not known to be elementwise, or it has a state already.
+        StrategyError: If the optimizer is not known to be elementwise, or has a state or step hooks already.
     """
 
     def __init__(self, replicas: Replicas, optimizer: torch.optim.Optimizer, min_elements: int) -> None:
         refuse_across_elements(optimizer)
+        _refuse_step_hooks(optimizer)
         if optimizer.state:
             raise StrategyError("the optimizer has already made steps; give a new one, whose state can be sharded")
         self._replicas = replicas
@@ -120,6 +134,11 @@ class ShardedTorchUpdate(TorchUpdate):
     def shards(self) -> Shards | None:
         """The shards of the state, if the transport can scatter reductions; None for whole means."""
         return self._shards if self._replicas.communicator.scatters_reductions else None
+
+    @property
+    @override
+    def wholes(self) -> Sequence[torch.nn.Parameter]:
+        return self._wholes
 
     def whole(self, number: int, array: np.ndarray) -> np.ndarray | PartOfArray:
         """Return an array of a parameter's state, as a `PartOfArray` if it is sharded.
@@ -151,6 +170,7 @@ class ShardedTorchUpdate(TorchUpdate):
 
     def _begin(self) -> None:
         """Follow the program's changes, and drop the gradients of the last step, of frozen parameters too."""
+        _refuse_step_hooks(self._optimizer)
         if list(map(id, parameters_of(self._optimizer))) != self._numbered:
             raise StrategyError(
                 "the optimizer's groups have other parameters than when the Trainer was made, but its state is sharded "
@@ -241,6 +261,30 @@ def refuse_across_elements(optimizer: torch.optim.Optimizer) -> None:
             f"use one of {', '.join(ELEMENTWISE)}, give the class an attribute is_elementwise = True if it does, or "
             "use replicated_optimizer_state_sharding=False"
         )
+
+
+def _refuse_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if a function of the program runs before or after the optimizer's steps.
+
+    Raises:
+        StrategyError: If there is one.
+    """
+    of_all = [*of_torch._global_optimizer_pre_hooks.values(), *of_torch._global_optimizer_post_hooks.values()]
+    hooks = [
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+        *(one for one in of_all if not _module_of(one).startswith(_WITHOUT_CLIPPING)),
+    ]
+    if hooks:
+        raise StrategyError(
+            f"the step hook {getattr(hooks[0], '__qualname__', hooks[0])} of the optimizer would see parts of "
+            "gradients and parameters, because the optimizer state is sharded; remove the hook, or use "
+            "replicated_optimizer_state_sharding=False"
+        )
+
+
+def _module_of(hook: object) -> str:
+    return str(getattr(getattr(hook, "func", hook), "__module__", ""))
 
 
 def refuse_groups(module: torch.nn.Module, optimizer: torch.optim.Optimizer, options: TorchOptions) -> None:

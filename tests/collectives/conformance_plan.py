@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import conformance
 import conformance_checks
+import conformance_forks
 import conformance_grouped
 import conformance_horovod
 import conformance_named
@@ -15,7 +16,13 @@ SINGLE, RING, WINDOW, GRPC, HOROVOD = "single", "ring", "window", "grpc", "horov
 MECHANISMS = (RING, WINDOW)
 HOSTS = "window and ring"
 """Ranks on two hosts, the last one alone: messages through shared memory, and others."""
-SUITES = (conformance.suite, conformance_checks.suite, conformance_grouped.suite, conformance_named.suite)
+SUITES = (
+    conformance.suite,
+    conformance_checks.suite,
+    conformance_grouped.suite,
+    conformance_named.suite,
+    conformance_forks.suite,
+)
 
 DTYPES_ON_NETWORKS = ("int8", "int16", "float16", "bfloat16", "float32", "float64")
 """The dtypes for networks, where arrays travel as bytes: one of each width, and floats added in a wider type."""

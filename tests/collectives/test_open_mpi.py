@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
+from grpc_jobs import environ_with
 
 from collectives.open_mpi import CHOSEN_VARIABLES, transports
 
@@ -31,3 +35,21 @@ def test_transports_named_in_the_environment_are_kept(environ: dict[str, str], n
 def test_a_process_without_a_launcher_makes_no_file_in_shared_memory() -> None:
     assert transports({}, has_fabric=True) == {"OMPI_MCA_btl": "^sm,ofi,uct"}
     assert transports({"OMPI_MCA_btl": "self"}, has_fabric=True) == {}
+
+
+FEW_DESCRIPTORS = """
+import resource
+from collectives.open_mpi import open_mpi_prepared
+resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
+with open_mpi_prepared():
+    print("began")
+"""
+
+
+def test_mpi_does_not_begin_with_too_few_descriptors() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", FEW_DESCRIPTORS], env=environ_with(), capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "MPI needs 18 file descriptors, but this process may open 20 and has" in ended.stderr
+    assert "ulimit -n" in ended.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -35,15 +36,18 @@ from collectives.backends.grpc import (
     is_revoked,
     is_waiting,
     joiner_of,
+    let_join,
     may_join,
 )
 from collectives.calls import Call
 from collectives.clock import FakeClock
 from collectives.instruments import Instruments
+from collectives.network.security import TOKEN
 from collectives.network.wire import DaemonThreads
 
 SETTINGS = Settings(limits=Limits(timeout_s=LIMIT_S))
 LONG_S = 1e6
+ENTRIES = 7  # the number of results that a worker has read when it may join
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -113,6 +117,7 @@ def node_of(communicator: Communicator) -> Any:
 def lose(communicator: Communicator) -> CollectiveError:
     """Reduce until another worker is lost or joins, and return the error."""
     while True:
+        let_join(communicator, ENTRIES)
         if communicator.size == 1 and is_revoked(communicator):
             return PeerLostError("a worker that is alone waits for nobody")
         try:
@@ -350,7 +355,7 @@ def test_without_the_wish_nothing_is_survived() -> None:
 def until_joined(communicator: Communicator) -> None:
     """Let a worker that was started again join, and return when the others have let it."""
     assert is_waiting(communicator)
-    may_join(communicator)
+    may_join(communicator, ENTRIES)
     node = communicator.beside.node
     with node.changed:
         assert node.clock.wait_for(node.changed, lambda: has_joined(communicator), LIMIT_S)
@@ -523,6 +528,28 @@ def test_a_worker_that_joins_may_be_lost_at_any_event() -> None:
         assert run_again(3, [1], Events(number)) == [[0, 2], None, [0, 2]]
 
 
+def test_a_worker_that_may_join_and_does_not_come_is_given_up_at_the_limit() -> None:
+    with socket_addresses(4) as addresses:
+        group, pool = WorkerThreads(addresses), DaemonThreads()
+        left = survivors_of(group, lost=[1])
+        late = group.connect(1, shrinks=True)
+        may_join(late, ENTRIES)
+
+        def go_on_without(communicator: Communicator) -> list[int]:
+            lose(communicator)
+            again = go_on(communicator, Settings(limits=Limits(timeout_s=LIMIT_S, clock=FakeClock(tick_s=0.1))))
+            error = lose(again)
+            assert re.search("rank 1 at .* is lost: it has not joined within timeout_s = 60", str(error))
+            again = go_on(again)
+            found = left_by(again.rank, again)
+            again.abandon()
+            return found
+
+        assert [each.result(LIMIT_S) for each in [pool.submit(go_on_without, each) for each in left]] == [[0, 1, 2]] * 3
+        with pytest.raises(PeerLostError, match="the others go on without it .it has not joined"):
+            connect_survivors(SETTINGS, late)
+
+
 # ---- processes
 
 
@@ -544,7 +571,7 @@ def assert_go_on(workers: Sequence[Worker], count: int) -> None:
 
 @in_a_job
 def test_the_others_go_on_without_a_killed_worker() -> None:
-    with running(Job(port_addresses(3), ["--shrinks"]), "rounds") as workers:
+    with running(Job(port_addresses(3), ["--shrinks"], {TOKEN: "secret"}), "rounds") as workers:
         until_first_round(workers)
         workers.pop(0).kill()
         assert_go_on(workers, 2)
@@ -555,7 +582,8 @@ def test_the_others_go_on_without_a_killed_worker() -> None:
 def test_the_others_go_on_without_a_stopped_worker_which_then_ends() -> None:
     """The stop lasts longer than `stall_warning_s`."""
     addresses = port_addresses(3)
-    with running(Job(addresses, ["--shrinks", "--stall-warning-s", "6"]), "rounds") as workers:
+    job = Job(addresses, ["--shrinks", "--stall-warning-s", "6"], {TOKEN: "secret"})
+    with running(job, "rounds") as workers:
         until_first_round(workers)
         workers[1].stop()
         others = [workers[0], workers[2]]
@@ -573,7 +601,7 @@ def test_the_others_go_on_without_a_stopped_worker_which_then_ends() -> None:
 def test_the_larger_part_of_a_cut_network_goes_on(hosts: Sequence[str]) -> None:
     """The worker behind the cut ends, and says why."""
     addresses = [f"{HOSTS[0]}:3737", f"{HOSTS[0]}:3738", f"{HOSTS[1]}:3737"]
-    job = Job(addresses, ["--shrinks"], {"POPDIST_GRPC_INSECURE": "1"})
+    job = Job(addresses, ["--shrinks"], {"POPDIST_GRPC_INSECURE": "1", TOKEN: "secret"})
     with on_hosts(job, [hosts[0], hosts[0], hosts[1]]) as workers:
         until_first_round(workers)
         unplug(hosts[0])

@@ -12,6 +12,7 @@ import ssl
 import stat
 import struct
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ import grpc
 import http2
 import pytest
 from certificates import SERVER, Authority, Files
-from grpc_jobs import socket_addresses
+from grpc_jobs import environ_with, socket_addresses
 from grpc_threads import WorkerThreads, connect
 from mpi_jobs import in_a_job
 from strangers import LIMIT_S, answer_at, channel_to, good_hello, proven
@@ -47,7 +48,16 @@ from collectives import Communicator, PeerRefusedError, SecurityError
 from collectives.clock import FakeClock
 from collectives.network.addresses import Address, Endpoint
 from collectives.network.hello import CONTROL
-from collectives.network.security import AUTHORITY, CERTIFICATE, INSECURE, KEY, TLS_VARIABLES, TOKEN, Security
+from collectives.network.security import (
+    AUTHORITY,
+    CERTIFICATE,
+    INSECURE,
+    KEY,
+    TLS_VARIABLES,
+    TOKEN,
+    Certificates,
+    Security,
+)
 from collectives.network.wire import CONTROL_METHOD, HELLO, PROOF, WELCOME
 from collectives.plans.network import Network
 
@@ -128,6 +138,64 @@ def test_workers_with_a_token_or_private_sockets_do_not_warn() -> None:
 def test_the_socket_of_a_worker_is_accessible_only_to_its_user(lonely: Waiting) -> None:
     assert stat.S_IMODE(Path(lonely.address.removeprefix("unix:")).stat().st_mode) == 0o600
     lonely.group.assert_end_well([lonely.first, lonely.group.join(1)])
+
+
+SEES_MODE = """
+import os, stat, sys
+import grpc
+from collectives.network import wire
+from collectives.network.addresses import Address
+
+def see(event, arguments):
+    if event == "os.chmod":
+        print(oct(stat.S_IMODE(os.stat(arguments[0]).st_mode)))
+
+sys.addaudithook(see)
+os.umask(0)
+server = wire.open_server(
+    Address.parse(sys.argv[1]), None, grpc.method_handlers_generic_handler("none", {}), wire.Room(1, 1)
+)
+print(oct(os.umask(0)))
+"""
+
+
+def test_the_socket_of_a_worker_was_never_accessible_to_others() -> None:
+    with socket_addresses(1) as [address]:
+        program = [sys.executable, "-c", SEES_MODE, address]
+        done = subprocess.run(program, env=environ_with(), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.stdout.split() == ["0o600", "0o0"], done.stderr
+
+
+SHRINKS_OPENLY = r"other users can connect to {}, and with on_failure='shrink' any of them could take the place"
+
+
+@pytest.mark.parametrize(
+    ("addresses", "ports"),
+    [
+        (["localhost:3737", "127.0.0.1:3738"], "localhost:3737, 127.0.0.1:3738"),
+        (["unix:/tmp/one", "[::1]:3738"], r"\[::1\]:3738"),
+        ([ELSEWHERE, "localhost:3737"], f"{ELSEWHERE}, localhost:3737"),
+    ],
+)
+def test_workers_at_ports_go_on_without_a_lost_one_only_with_a_secret(addresses: list[str], ports: str) -> None:
+    parsed = [Address.parse(text) for text in addresses]
+    for open_to_all in (Security(), Security(allows_plaintext=True)):
+        with pytest.raises(SecurityError, match=f"{SHRINKS_OPENLY.format(ports)} of a worker; set {TOKEN} to the same"):
+            open_to_all.check_rejoining(parsed)
+    Security(token=RIGHT_TOKEN).check_rejoining(parsed)
+    Security(Certificates(Path("own.pem"), Path("own.key"), Path("all.pem"))).check_rejoining(parsed)
+    Security().check_rejoining(parsed[:1])
+
+
+def test_a_worker_that_any_user_could_replace_does_not_start() -> None:
+    addresses = port_addresses(2)
+    with pytest.raises(SecurityError, match=SHRINKS_OPENLY.format(", ".join(addresses))):
+        WorkerThreads(addresses).connect(0, shrinks=True)
+    with pytest.raises(OSError, match="refused"):
+        Address.parse(addresses[0]).reach(1.0)
+    with socket_addresses(2) as sockets:
+        for group in (WorkerThreads(addresses, Security(token=RIGHT_TOKEN)), WorkerThreads(sockets)):
+            group.assert_end_well([group.join(rank, shrinks=True) for rank in range(2)])
 
 
 def test_a_resolved_local_name_is_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -623,8 +691,8 @@ def test_a_proof_holds_for_one_hello_only(pair: Running, method: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"protocol": 0}, "it speaks version 0, but we speak 3"),
-        ({"protocol": 4}, "it speaks version 4, but we speak 3"),
+        ({"protocol": 0}, "it speaks version 0, but we speak 4"),
+        ({"protocol": 5}, "it speaks version 5, but we speak 4"),
         ({"cluster": "0" * 16}, "its cluster is not ours"),
         ({"source": 0}, "it is rank 0 and looks for rank 0, but this is rank 0"),
         ({"source": 2}, "it is rank 2 and looks for rank 0, but this is rank 0"),

@@ -109,6 +109,14 @@ def nothing_to_send():
     return threading.Lock()
 
 
+class GivenUp(BaseException):
+    pass
+
+
+def give_up():
+    raise GivenUp("no hope")
+
+
 def fork():
     reader, writer = os.pipe()
     if pid := os.fork():
@@ -136,6 +144,7 @@ except Unlucky as error:
 said["fork"] = popdist.launch(fork)
 tell(popdist.launch, nothing_to_send)
 tell(popdist.launch, leave)
+tell(popdist.launch, give_up)
 tell(popdist.launch, fail, num_instances=2, num_replicas=3)
 print(json.dumps(said))
 """
@@ -159,7 +168,8 @@ def test_a_script_gets_results_and_exceptions_of_its_own_classes(tmp_path):
     assert said["nothing_to_send"][0] == "TypeError"
     assert "the result of the function, a lock, cannot be pickled" in said["nothing_to_send"][1]
     assert said["leave"][::2] == ["LaunchError", 3]
-    assert "ended with exit status 3" in said["leave"][1]
+    assert said["leave"][1] == "the function has ended with SystemExit: 3"
+    assert said["give_up"] == ["LaunchError", "the function has ended with GivenUp: no hope", 1]
     assert said["fail"][::2] == ["LaunchError", 2]
     assert "replicas must divide evenly" in said["fail"][1]
 

@@ -117,6 +117,7 @@ class TestPlainPrograms:
         check(finished, 127, 0, "ended with exit status 127")
         assert f"cannot start {script}" in finished.stderr
 
+    @pytest.mark.cores(2)
     def test_an_instance_may_end_early_when_none_waits_for_it(self):
         program = "import os, sys\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1': print(sum(range(10**7)))\n"
         finished = run(*two(program))
@@ -174,19 +175,27 @@ def test_a_killed_agent_takes_its_program_with_it_and_is_blamed():
     check(job.finish(), 137, 0, "was lost")
 
 
-def test_a_killed_mpirun_is_a_failure():
+def test_a_killed_mpirun_is_a_failure_and_sigterm_or_sigint_to_it_alone_is_none():
     program = (
         "import os, signal\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n"
         "def parent(pid): return open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[1]\n"
         "agent = os.getppid()\n"
         "print('mpirun', parent(parent(agent)), flush=True)\n"
+        "signal.sigwait([signal.SIGUSR1])\n"
+        "print('goes on', flush=True)\n"
         "signal.pause()\n"
     )
     job = start(sys.executable, "-c", program)
     job.wait_for("\n")
-    os.kill(int(job.streams[0].text.split()[-1]), signal.SIGKILL)
+    mpirun = int(job.streams[0].text.split()[-1])
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(mpirun, number)
+    job.process.send_signal(signal.SIGUSR1)
+    job.wait_for("goes on")
+    os.kill(mpirun, signal.SIGKILL)
     finished = job.finish()
-    assert finished.status != 0
+    assert finished.status == 137
     assert "mpirun" in finished.own_text
 
 
@@ -216,6 +225,7 @@ class TestTheControlSocket:
         assert finished.lines_of(0) == finished.lines_of(1) == ["said"]
         assert "Traceback" not in finished.stderr
 
+    @pytest.mark.cores(2)
     def test_an_overwritten_progress_page_gives_one_warning(self):
         program = f"{PROGRESS_HEAD}page._words[2] = 99\n"
         finished = run(*two(program))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import signal
 import sys
+from functools import partial
 
 import pytest
-from poprun_jobs import start, two
+from poprun_jobs import start, start_mpirun, two
 from tiers import also
 
 from popdist.instance import this_host
@@ -105,6 +106,22 @@ popdist.allreduce(np.ones(3))
 """
 
 
+LEFT_OUT = "import popdist\nfor _ in range(2): popdist.init()\npopdist.synchronize()\n"
+
+
+@pytest.mark.parametrize(
+    ("start_two", "way_out"),
+    [(partial(start, "-n", "2"), "poprun --num-replicas 2"), (partial(start_mpirun, 2), "popdist.init(2)")],
+    ids=["poprun", "mpirun"],
+)
+def test_a_job_whose_number_of_replicas_was_left_out_says_so_once(start_two, way_out):
+    finished = start_two(sys.executable, "-c", LEFT_OUT).finish()
+    assert finished.status == 0, finished.stderr
+    [line] = finished.stderr.splitlines()
+    assert "R = 2: one replica for each of 2 instances, because " in line
+    assert line.endswith(f" fix R with {way_out}")
+
+
 def test_the_message_of_the_failed_instance_is_not_buried_under_consequences():
     """The others could only say that the instance has ended. (Only `raise` does not reveal the failure.)"""
     event = "raise SystemExit('this needs an extra: pip install it')"
@@ -114,7 +131,7 @@ def test_the_message_of_the_failed_instance_is_not_buried_under_consequences():
     assert finished.status == 1
     assert finished.own_lines[0].startswith("instance 1 on host ")
     assert finished.own_lines[-1].endswith(" (exit status 1), which wrote last: this needs an extra: pip install it")
-    first, *rest = finished.stderr.splitlines()
+    first, *rest = [line for line in finished.stderr.splitlines() if " POPRUN [W] " not in line]  # too few cores
     assert first == "[1,1]<stderr>:this needs an extra: pip install it"
     assert [line.partition(" POPRUN [E] ")[2] for line in rest] == finished.own_lines
 

@@ -42,6 +42,7 @@ def test_a_signal_to_poprun_ends_everything(number):
     finished = job.finish()
     assert finished.status == 128 + number
     assert number.name in finished.own_lines[-1]
+    assert "Traceback" not in finished.stderr
 
 
 IGNORED_BY_ALL = (

@@ -43,7 +43,7 @@ def test_profiled_steps_appear_in_the_trace_at_their_times(tmp_path: Path, word,
     trace = tmp_path / "trace.json"
     program = f"{IMPORTS[profiler]}\n{PROGRAM}"
     words = [f"--timeline={trace}", f"--profile={word}", "--summary=no", sys.executable, "-c", program]
-    finished = start("-n=2", *words).finish()
+    finished = start("-n=2", "--num-replicas=2", *words).finish()
     assert (finished.status, finished.stderr) == (0, "")
     every = read_strictly(trace)
     threads = {(event["pid"], event["tid"]): event["args"]["name"] for event in every if event["name"] == "thread_name"}

@@ -231,4 +231,25 @@ IN_COLLECTIVES = (
         new="rank not in view.next_members",
         caught_by="tests/collectives/test_surviving_workers.py::test_no_worker_is_started_again_before_the_others_have_gone_on_without_it",
     ),
+    Fault(
+        name="a worker that is started again stops the others before it has read all results",
+        path="collectives/network/recovery.py",
+        old="joiner is not None and joiner.has_read == entries",
+        new="joiner is not None",
+        caught_by="tests/popdist/test_rejoining.py::test_the_others_make_steps_while_workers_replay_and_are_killed_on_their_way",
+    ),
+    Fault(
+        name="a worker that may join and does not come ends the job",
+        path="collectives/network/recovery.py",
+        old="return bool(late)",
+        new="return False",
+        caught_by="tests/collectives/test_surviving_workers.py::test_a_worker_that_may_join_and_does_not_come_is_given_up_at_the_limit",
+    ),
+    Fault(
+        name="a worker that joins decides whether the only other one goes on",
+        path="collectives/network/survivors.py",
+        old="eldest = None if first == min(members) else first",
+        new="eldest = None",
+        caught_by="tests/collectives/test_survivors.py::test_a_lone_worker_goes_on_whatever_becomes_of_the_one_that_joins",
+    ),
 )

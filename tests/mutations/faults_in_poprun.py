@@ -139,6 +139,13 @@ IN_POPRUN = (
         caught_by="tests/poprun/test_verify_losses.py::TestTheCourse::test_a_loss_that_did_not_happen_is_no_success",
     ),
     Fault(
+        name="a spare that joins counts as one with variables before it has got them",
+        path="poprun/ipc/facts.py",
+        old=" or self.record.lacks_values)",
+        new=")",
+        caught_by="tests/poprun/test_spares_of_jobs.py::TestReplacement::test_a_spare_that_has_joined_and_lacks_the_variables_cannot_go_on_alone",
+    ),
+    Fault(
         name="a new instance is to join although it has not come to the place where the others are",
         path="poprun/ipc/facts.py",
         old="return self.is_asleep and (self.record.is_ready or not self.is_reserve)",

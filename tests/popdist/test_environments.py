@@ -10,7 +10,7 @@ import pytest
 from collectives import instruments
 from collectives.calls import Call
 from collectives.instruments import Instrument
-from popdist.environments.detection import ENVIRONMENTS, detect_instance
+from popdist.environments.detection import ENVIRONMENTS, describe_left_out_replicas, detect_instance
 from popdist.environments.flux import FluxTaskEnvironment
 from popdist.environments.open_mpi import OpenMPIEnvironment
 from popdist.environments.poprun import PopRunEnvironment, process_index
@@ -55,6 +55,32 @@ def replica_variables(total, local, offset=0, local_instance=0, ipus=1):
         "POPDIST_REPLICA_INDEX_OFFSET": str(offset),
         "POPDIST_LOCAL_INSTANCE_INDEX": str(local_instance),
     }
+
+
+LEFT_OUT = {"POPDIST_REPLICAS_LEFT_OUT": "1"}
+WORKERS = {"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'}
+
+
+@pytest.mark.parametrize(
+    ("environ", "num_replicas", "way_out"),
+    [
+        (poprun_variables(0, 2, 2) | LEFT_OUT, None, "poprun --num-replicas 2"),
+        (poprun_variables(0, 2, 2), None, ""),
+        (poprun_variables(0, 2, 2) | LEFT_OUT, 2, ""),
+        (poprun_variables(0, 1, 1) | LEFT_OUT, None, ""),
+        (mpirun_variables(0, 3), None, "popdist.init(3)"),
+        (mpirun_variables(0, 3), 6, ""),
+        (mpirun_variables(0, 1), None, ""),
+        (WORKERS, None, "popdist.init(2), or with num_local_replicas of the strategy"),
+        (WORKERS, 4, ""),
+        ({}, None, ""),
+    ],
+)
+def test_a_number_of_replicas_that_nobody_fixes_is_described(environ, num_replicas, way_out):
+    instance = detect_instance(environ, num_replicas)
+    said = describe_left_out_replicas(instance, num_replicas, environ)
+    assert said.startswith(f"R = {instance.count}: ") == bool(way_out)
+    assert said.endswith(way_out)
 
 
 class TestPopRun:

@@ -293,16 +293,16 @@ def test_a_missing_result_is_an_error(reports, missing):
 
 
 def test_the_exception_that_follows_from_no_other_instances_end_is_the_cause():
-    error = cause_of([failure(OSError("peer lost"), 0, follows=True), failure(KeyError("real"), 1)])
+    error = cause_of([failure(OSError("peer lost"), 0, follows=True), failure(KeyError("real"), 1)], 1)
     assert isinstance(error, KeyError)
     assert "instance 1 on h0:\n  in f" in str(error.__cause__)
     assert error.__notes__ == ["raised by instance 1 on h0", "instance 0 on h0 also failed: OSError: peer lost"]
-    assert cause_of([result("a", 0)]) is None
-    assert cause_of([failure(OSError("peer lost"), 0, follows=True)]) is None, "instance 1 was killed"
+    assert cause_of([result("a", 0)], 1) is None
+    assert cause_of([failure(OSError("peer lost"), 0, follows=True)], 1) is None, "instance 1 was killed"
 
 
 def test_the_exception_of_the_last_attempt_is_the_cause():
-    error = cause_of([failure(OSError("first")), failure(KeyError("last"), 1, attempt=1)])
+    error = cause_of([failure(OSError("first")), failure(KeyError("last"), 1, attempt=1)], 1)
     assert isinstance(error, KeyError)
 
 
@@ -316,7 +316,7 @@ def test_a_job_that_goes_on_without_lost_instances_returns_the_other_results():
 
 @pytest.mark.parametrize("parts", [[], [b"no pickle"], [pickle.dumps("no exception")]])
 def test_an_exception_that_cannot_be_unpickled_is_described(parts):
-    error = cause_of([failure(ValueError("text"), parts=parts)])
+    error = cause_of([failure(ValueError("text"), parts=parts)], 1)
     assert isinstance(error, LaunchError)
     assert str(error) == "ValueError: text"
     assert "in f" in str(error.__cause__)
@@ -340,7 +340,7 @@ class Named(KeyError):
 )
 def test_an_exception_keeps_its_class_text_and_attributes(error):
     error.add_note("noted")
-    found = cause_of([failure(error)])
+    found = cause_of([failure(error)], 1)
     assert (type(found), str(found), found.args) == (type(error), str(error), error.args)
     assert [getattr(found, name, None) for name in ATTRIBUTES] == [getattr(error, name, None) for name in ATTRIBUTES]
     assert found.__notes__[0] == "noted"

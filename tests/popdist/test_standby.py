@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
+import numpy as np
 import pytest
 from grpc_jobs import socket_addresses
 from grpc_threads import WorkerThreads
@@ -11,13 +13,13 @@ from grpc_threads import WorkerThreads
 import collectives
 import popdist
 from collectives import Settings, ThreadHub
-from collectives.errors import PeerLostError
+from collectives.errors import BrokenError, PeerLostError
 from popdist.context import join_besides
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance
 from popdist.process import process
 from popdist.records.progress import Role
-from popdist.standby import BLOCK, Entries, Fed, Feeding, KeptJournal, Standing, choose
+from popdist.standby import BLOCK, Entries, Fed, Feeding, KeptJournal, Standing, choose, joined
 
 A, L, S = Role.ACTIVE, Role.LEAVING, Role.SPARE
 
@@ -90,6 +92,50 @@ def fed_over_threads(sent: list[list[bytes]], known: int = 0) -> tuple[list[byte
 def test_a_spare_gets_every_entry_once_and_the_end(known: int) -> None:
     sent = [[b"first", b""], [], [b"third"], [bytes(range(256)) * 300, b"last"]]
     assert fed_over_threads(sent, known) == ([entry for entries in sent for entry in entries], True)
+
+
+def take_all(fed: Fed, journal: KeptJournal) -> None:
+    while fed.take(journal):
+        pass
+
+
+def header(number: int, nbytes: int) -> np.ndarray:
+    return np.array([number, nbytes], np.int64).view(np.uint8)
+
+
+def damaged(number: int, body: bytes) -> list[np.ndarray]:
+    return [header(number, len(body)), np.frombuffer(body, np.uint8)]
+
+
+HUGE = 1 << 62
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ([np.zeros(3, np.uint8)], "a message has 3 bytes in place of 16"),
+        ([header(-2, 0)], "it announces -2 entries of 0 bytes"),
+        ([header(1, -1)], "it announces 1 entries of -1 bytes"),
+        ([header(HUGE, HUGE), np.zeros(7, np.uint8)], "a message has 7 bytes in place of"),
+        (damaged(1, b"short"), "part 0 ends at byte"),
+        (damaged(1, HUGE.to_bytes(8, "little") + b"entry"), f"part 0 ends at byte {HUGE + 8} of 13"),
+        (damaged(2, joined([b"only one"])), "1 entries have come in place of 2"),
+        (damaged(HUGE, joined([b"one", b"other"])), f"2 entries have come in place of {HUGE}"),
+    ],
+)
+def test_a_damaged_journal_is_refused_and_takes_no_memory(messages: list[np.ndarray], why: str) -> None:
+    hub, journal = ThreadHub(2), KeptJournal()
+    feeder, spare = (collectives.load_backend("thread").ThreadLink(hub, rank, 2) for rank in (0, 1))
+    fed = Fed(spare, 0)
+    for message in messages:
+        feeder.send(message, 1, 0)
+    tracemalloc.start()
+    with pytest.raises(BrokenError, match=f"rank 0 passes on is damaged: {why}"):
+        take_all(fed, journal)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * spare.sizes.chunk_bytes
+    assert len(journal) == 0
 
 
 def test_a_long_journal_is_compressed_and_read_in_any_order() -> None:

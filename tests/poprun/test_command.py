@@ -168,6 +168,58 @@ def test_mca_parameters_of_the_user_are_not_set_again():
     assert words.count("osc") == words.count("async_mpi_finalize") == 1
 
 
+@pytest.mark.parametrize(
+    ("shares", "cores", "options", "facts", "way_out"),
+    [
+        ({"h": 8}, {"h": 2}, {}, "8 instances on 2 cores of h", "--num-instances 2 --num-replicas 8"),
+        (
+            {"h": 6},
+            {"h": 5},
+            {"num_replicas": 12},
+            "6 instances on 5 cores of h",
+            "--num-instances 4 --num-replicas 12",
+        ),
+        ({"h": 2, "i": 2}, {"h": 1, "i": 4}, {}, "2 instances on 1 core of h", "--num-instances 2 --num-replicas 4"),
+        (
+            {"h": 3, "i": 3},
+            {"h": 2, "i": 1},
+            {},
+            "3 instances on 2 cores of h, 3 instances on 1 core of i",
+            "--num-instances 2 --num-replicas 6",
+        ),
+        ({"h": 7, "i": 7, "j": 7}, {"i": 1}, {}, "7 instances on 1 core of i", "--num-instances 3 --num-replicas 21"),
+    ],
+)
+def test_more_instances_than_cores_are_named_with_a_number_that_fits(shares, cores, options, facts, way_out):
+    said = launch_on(shares, cores, **options).crowding
+    assert said.startswith(f"{facts}: instances that share a core ")
+    assert f"; use {way_out}, which " in said
+
+
+@pytest.mark.parametrize(
+    ("shares", "cores", "options"),
+    [
+        ({"h": 2}, {"h": 2}, {}),
+        ({"h": 2}, {"h": 2}, {"spares": 2, "on_failure": "replace"}),
+        ({"h": 8}, {}, {}),
+        ({"h": 8}, {"h": 2}, {"mpi_global_args": ("--oversubscribe",)}),
+    ],
+)
+def test_enough_cores_and_what_the_user_asks_for_need_no_warning(shares, cores, options):
+    assert launch_on(shares, cores, **options).crowding == ""
+
+
+def launch_on(shares, cores, **options):
+    """Return a launch with so many instances on each host, which has so many cores; its spares are on the last one."""
+    count = sum(shares.values())
+    settings = LaunchSettings(("p",), **{"num_instances": count, "num_replicas": count, **options})
+    known = {host: [Core(0, 0, number, number) for number in range(cores.get(host, 1))] for host in shares}
+    spares = (0,) * (len(shares) - 1) + (settings.spares,)
+    places = place_instances(settings, list(shares), known, (), tuple(shares.values()), spares)
+    hosts = tuple(Host(host) for host in shares)
+    return Launch(settings, hosts, places, "/mpirun", "/python", {}, (), oversubscribes=True, cores=cores)
+
+
 def test_root_is_allowed_once():
     words = command(allow_run_as_root=True, mpi_global_args=("--allow-run-as-root",))
     assert words.count("--allow-run-as-root") == 1
@@ -176,10 +228,15 @@ def test_root_is_allowed_once():
 class TestExtraVariables:
     def test_python_is_unbuffered_and_the_pool_is_fixed(self):
         extra = extra_variables(LaunchSettings(program=("p",)), {"PJRT_NPROC": "8"}, {})
-        assert extra == {"PJRT_NPROC": "8", "PYTHONUNBUFFERED": "1"}
+        assert extra == {"PJRT_NPROC": "8", "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0"}
 
     def test_the_users_environment_comes_first(self):
-        assert extra_variables(LaunchSettings(program=("p",)), {}, {"PYTHONUNBUFFERED": ""}) == {}
+        users = {"PYTHONUNBUFFERED": "", "PYTHONHASHSEED": "random"}
+        assert extra_variables(LaunchSettings(program=("p",)), {}, users) == {}
+
+    def test_an_exported_hash_seed_stays(self):
+        exported = LaunchSettings(program=("p",), mpi_global_args=("-x", "PYTHONHASHSEED=7"))
+        assert "PYTHONHASHSEED" not in extra_variables(exported, {}, {})
 
     def test_offline_mode_wins_over_the_environment_but_not_over_an_export(self):
         offline = LaunchSettings(program=("p",), offline_mode=True)

@@ -11,6 +11,7 @@ from poprun.cli.launch_options import OPTIONS, VIPU
 from poprun.cli.options import OptionKind
 from poprun.cli.settings import LaunchSettings
 from poprun.errors import UsageError
+from poprun.launch.program import COMMANDS
 
 
 def read(text: str) -> CommandLine:
@@ -109,7 +110,7 @@ def test_the_last_of_repeated_values_wins():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("--num-replcas 2 p", "unknown option --num-replcas, did you mean --num-replicas"),
+        ("--num-replcas 2 p", "unknown option --num-replcas, did you mean --num-replicas?"),
         ("--num_instances 2 p", "unknown option --num_instances, did you mean --num-instances"),
         ("--qqqq p", "unknown option --qqqq; poprun --help-all lists all options"),
         ("-q p", "unknown option -q;"),
@@ -219,7 +220,9 @@ def test_options_without_effect_appear_only_in_the_full_help():
 
 
 def test_the_help_begins_with_an_example():
-    usage = describe_options().split("\n\n")[1]
+    commands, usage = describe_options().split("\n\n")[:2]
+    missing = [name for name, hint in COMMANDS.items() if not hint and f"\n       poprun {name} " not in commands]
+    assert not missing, "a command is missing in the usage"
     example = usage.splitlines()[-1].split()
     assert example[0] == "poprun"
     assert settings_from(read_command_line(example[1:])).replicas_per_instance == 4

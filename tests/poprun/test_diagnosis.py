@@ -561,15 +561,26 @@ def test_long_tracebacks_and_invalid_bytes_do_no_harm():
 @pytest.mark.parametrize(
     "options",
     [
-        {"count": 1, "blamed": 0},
         {"blamed": None},
         {"ending": Ending(EndKind.SIGNAL, signal.SIGKILL, 1.0)},
         {"ending": Ending(EndKind.EXIT, 0, 1.0)},
     ],
-    ids=["alone", "nobody is to blame", "killed", "left too early"],
+    ids=["nobody is to blame", "killed", "left too early"],
 )
 def test_no_cause_is_shown_for(options):
     assert cause(TRACE, **options) == ""
+
+
+def test_a_job_of_one_instance_names_its_exception_and_no_collective():
+    verdict = verdict_on((exited(3), running()))
+    assert verdict.lines == ("instance 0 on host node0 (pid 100) ended with exit status 3 in step 3",)
+    lines = LastLines()
+    lines.take(0, b"beware\n")
+    assert lines.describe_cause(verdict, job((exited(3), running()))) == ""  # that line stands just above
+    lines.take(0, TRACE)
+    assert lines.describe_cause(verdict, job((exited(3), running()))) == (
+        "first cause: instance 0 on host node0: ValueError: no such data: 5 rows (exit status 3)"
+    )
 
 
 def test_no_cause_is_shown_if_nothing_was_written():

@@ -149,7 +149,7 @@ class TestAJobThatSucceeds:
 class TestProgramsThatExitWithTheStatusOfASignal:
     """A process other than poprun has sent the signal, and the programs leave after they have saved."""
 
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
     def test_a_job_ends_with_a_warning_if_all_instances_exit_with_a_signal_s_status(self, number):
         script = training(2)
         for instance in range(2):
@@ -161,7 +161,7 @@ class TestProgramsThatExitWithTheStatusOfASignal:
         usual = f"the usual status of a program that ends after {number.name}"
         assert f"ended with exit status {128 + number}, {usual}" in said
 
-    @pytest.mark.parametrize("ending", [exited(1), exited(130), killed(signal.SIGTERM)])
+    @pytest.mark.parametrize("ending", [exited(1), exited(129), killed(signal.SIGTERM)])
     def test_a_different_ending_is_an_error(self, ending):
         script = training(2)
         for instance in range(2):
@@ -737,6 +737,53 @@ class TestOutputAfterAFailure:
         assert self.shown(script) == [(0, b"other\n"), (1, b"last words\n")]
 
 
+TRACE = b'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n'
+NESTED = TRACE + b"jax.errors.JaxRuntimeError: INTERNAL: CpuCallback error calling callback: " + TRACE
+FILTERED = b"--------------------\nFor simplicity, JAX has removed its internal frames from the traceback.\n"
+OF_IMPORT = b"KeyboardInterrupt\nImportError: failed\n\nThe above exception was the direct cause of the following:\n\n"
+OF_C = b"terminate called after throwing an instance of 'nanobind::python_error'\n  what():  " + TRACE
+HANDLING = b"KeyboardInterrupt\n\nDuring handling of the above exception, another exception occurred:\n\n"
+FULL_DISK = TRACE + HANDLING + TRACE + b"OSError: full\n"
+
+
+class TestTracebacksAfterCtrlC:
+    def shown(self, pieces: list[bytes], number: int = signal.SIGINT, ends: bool = True) -> bytes:
+        """Return what is shown of the pieces that instance 1 writes to standard error after a signal."""
+        script = training(2)
+        script.interrupt(1.0, number)
+        script.at(1.1, *(OutputPiece(1, 2, piece) for piece in pieces))
+        if ends:
+            script.end(1.2, 1, killed(signal.SIGINT))
+        script.run()
+        return b"".join(each.data for each in script.all_of(OutputPiece) if each.descriptor == 2)
+
+    @pytest.mark.parametrize(
+        "trace",
+        [
+            TRACE + b"KeyboardInterrupt\n",
+            NESTED + b"KeyboardInterrupt: \n" + FILTERED,
+            TRACE + OF_IMPORT + TRACE + b"ImportError: failed\n",
+            OF_C + b"KeyboardInterrupt: \n",
+            b"Exception ignored in: <function f>\n" + TRACE + b"KeyboardInterrupt\n",
+        ],
+        ids=["plain", "callback", "import", "C++", "ignored"],
+    )
+    @pytest.mark.parametrize("around", [b"", b"saved step 3\n"])
+    @pytest.mark.parametrize("ends", [True, False])
+    def test_tracebacks_that_follow_from_the_interrupt_are_not_shown(self, trace, around, ends):
+        assert self.shown([around + trace + around], ends=ends) == 2 * around
+        assert self.shown([around, *trace.splitlines(keepends=True), around], ends=ends) == 2 * around
+
+    @pytest.mark.parametrize("ends", [True, False])
+    @pytest.mark.parametrize("text", [FULL_DISK, TRACE + b"ValueError: 3\n", b"step 4\n", TRACE + b"Other\n" * 99999])
+    def test_everything_else_is_shown(self, text, ends):
+        assert self.shown([text], ends=ends) == text
+        assert self.shown([text[:90], text[90:]], ends=ends) == text
+
+    def test_other_signals_hide_nothing(self):
+        assert self.shown([TRACE + b"KeyboardInterrupt\n"], signal.SIGTERM) == TRACE + b"KeyboardInterrupt\n"
+
+
 class TestSignals:
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
     def test_ending_signals_are_forwarded_and_the_job_ends_with_its_programs(self, number):
@@ -781,11 +828,20 @@ class TestSignals:
             each.record = running(grace_s=grace_s)
         return script
 
-    def test_sigterm_gives_programs_the_grace_period_that_they_asked_for(self):
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    def test_programs_get_the_grace_period_that_they_asked_for(self, number):
         script = self.saves()
-        script.interrupt(1.0, signal.SIGTERM)
+        script.interrupt(1.0, number)
         script.run()
         assert script.closed_s == at(1.0 + 30.0)
+
+    @pytest.mark.parametrize(("grace_s", "announcements"), [(30.0, 1), (0.0, 0)])
+    def test_after_ctrl_c_the_user_learns_of_programs_that_save(self, grace_s, announcements):
+        script = self.saves(grace_s)
+        script.interrupt(1.0, signal.SIGINT)
+        script.run()
+        text = "the programs save and leave, within 30 s; press Ctrl-C again to end them at once"
+        assert [action.text for action in script.all_of(Say) if action.level is Level.WARN] == [text] * announcements
 
     @pytest.mark.parametrize(("answer_s", "closed_s"), [(2.5, 31.0), (9.0, 1.0 + GRACE_ANSWER_LIMIT_S)])
     def test_sigterm_waits_for_late_answers_that_ask_for_a_grace_period(self, answer_s, closed_s):
@@ -798,10 +854,9 @@ class TestSignals:
         script.run()
         assert script.closed_s == at(closed_s)
 
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-    def test_other_signals_give_only_the_usual_grace_period(self, number):
+    def test_a_hangup_gives_only_the_usual_grace_period(self):
         script = self.saves()
-        script.interrupt(1.0, number)
+        script.interrupt(1.0, signal.SIGHUP)
         script.run()
         assert script.closed_s == at(1.0 + INTERRUPT_GRACE_S)
 

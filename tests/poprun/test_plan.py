@@ -24,7 +24,7 @@ FOUR = {"num_instances": 4, "num_replicas": 4}
 
 
 def job(**options) -> LaunchSettings:
-    return LaunchSettings(program=("echo",), **options)
+    return LaunchSettings(program=("echo",), allow_run_as_root=True, **options)
 
 
 class TestHosts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from poprun.__main__ import main
 from poprun.errors import UsageError
 from poprun.launch.program import (
     PACKAGES,
+    check_descriptors,
     check_program,
     check_word,
     check_working_directory,
@@ -32,6 +34,18 @@ def folder(tmp_path, monkeypatch):
     for name in ("prog", "windows"):
         Path(name).chmod(0o755)
     return tmp_path
+
+
+@pytest.mark.parametrize("instances", [1, 16])
+def test_a_limit_on_descriptors_that_mpirun_would_reach_is_refused(instances):
+    check_descriptors(instances)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (20, before[1]))
+    try:
+        with pytest.raises(UsageError, match=f"may open 20 .* mpirun needs {24 + 4 * instances} .*ulimit -n 1024"):
+            check_descriptors(instances)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize("program", ["sh", "/bin/sh", "./prog"])

@@ -162,11 +162,15 @@ def test_an_instance_acts_on_a_wish_once_it_is_complete_and_until_it_has_conside
     assert not page.is_released  # a change of the members is under way
     page.takes_role(is_spare=True, wish=page.wish)
     assert (record().role, record().considered, record().is_spare) == (Role.SPARE, 1, True)
+    assert record().lacks_values
     assert not page.is_resize_due
     want(Wanted(2, 1, is_complete=True))
     assert page.is_resize_due
     assert (page.wanted, page.may_be_active) == (1, True)
     page.takes_role(is_spare=False, wish=page.wish)
+    assert record().lacks_values
+    page.takes_values()
+    assert not record().lacks_values
     want(Wanted(3, 2))
     page.takes_role(is_spare=False, wish=3)  # other processes had the wish as complete
     want(Wanted(3, 2, is_complete=True))

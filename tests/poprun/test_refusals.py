@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from poprun.__main__ import main
+from poprun.launch.program import ROOT_VARIABLES
 
 
 @pytest.fixture
 def refusal(monkeypatch, capfd):
     """Return a function that runs poprun with refused words and returns its message."""
-    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
-    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+    for name in ROOT_VARIABLES:
+        monkeypatch.setenv(name, "1")
 
     def refuse(*words: str) -> str:
         assert main(words) == 2
@@ -47,6 +50,24 @@ def refusal(monkeypatch, capfd):
     ],
 )
 def test_an_invalid_call_is_refused_in_one_line_with_status_2(refusal, words, message):
+    assert message in refusal(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["no-such-program"], "program 'no-such-program' is not in PATH"),
+        (["docter"], "did you mean poprun doctor?"),
+        (["/no/such/program"], "program '/no/such/program' does not exist"),
+        (["--hostfile", "/no/such/file", "echo"], "hostfile /no/such/file cannot be read"),
+        (["--num-replicas=3", "--num-instances=2", "echo"], "use 2 or 4"),
+        (["echo"], "mpirun does not run as root unless told to"),
+    ],
+)
+def test_wrong_words_are_refused_before_the_user_is(refusal, monkeypatch, words, message):
+    for name in ROOT_VARIABLES:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert message in refusal(*words)
 
 

@@ -35,6 +35,7 @@ class Job:
     def run(self, ends: Sequence[JobEnd], pause: Callable[[float], None] = lambda _: None, **options: object) -> JobEnd:
         """Run one launch for each of the ends, and return the end of the last launch."""
         settings = LaunchSettings(
+            allow_run_as_root=True,
             program=("echo",),
             **{"num_instances": 2, "num_replicas": 4, "on_failure": "restart", "restart_backoff_s": 0, **options},
         )

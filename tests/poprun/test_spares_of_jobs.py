@@ -473,6 +473,23 @@ class TestReplacement:
         assert (script.exit_status, script.verdict.instance) == ((137, 0) if second_s == 1.0 else (3, 1))
         assert script.said()[-1] == "no instance is left that has the variables, and spares have none: the job ends"
 
+    @pytest.mark.parametrize("lacks_values", [True, False])
+    def test_a_spare_that_has_joined_and_lacks_the_variables_cannot_go_on_alone(self, lacks_values):
+        script = job(2, 1)
+        script.take_roles(0.0, "tts")
+        script.run(until_s=0.5)
+        script.end(1.0, 1, killed())
+        script.note(2.0, 2, running(role=Role.ACTIVE, lacks_values=lacks_values))
+        script.end(3.0, 0, killed())
+        if lacks_values:
+            script.run()
+            assert (script.exit_status, script.verdict.instance) == (137, 0)
+            assert script.said()[-1] == "no instance is left that has the variables, and spares have none: the job ends"
+            return
+        complete(script, 4.0, 2)
+        script.run()
+        assert script.exit_status == 0
+
     def test_a_spare_for_which_the_others_wait_in_vain_is_given_up(self):
         """The spare was called to replace a lost instance, and ended with status 0 instead."""
         script = job(3, 1)

@@ -26,7 +26,7 @@ def with_jaxlib(folder: Path, version: str) -> dict[str, str]:
 
 
 def job(program: str = sys.executable, **options: object) -> LaunchSettings:
-    return LaunchSettings(program=(program, "train.py"), **options)
+    return LaunchSettings(program=(program, "train.py"), allow_run_as_root=True, **options)
 
 
 def test_programs_of_the_same_python_get_the_flags_of_their_jaxlib(wrong_jaxlib):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import struct
 import subprocess
 import zlib
 from collections import Counter
+from xml.sax.saxutils import quoteattr
 
 import pytest
 from timeline_jobs import Made
@@ -23,6 +25,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
 ]
 DARK, LIGHT = 0, 1
+OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage")
 SCALE, WIDTH, HEIGHT = 0.3, 1100, 1500
 
 
@@ -31,7 +34,7 @@ def screenshot(page, folder, scheme):
     (folder / "page.html").write_text(page, encoding="utf-8")
     picture = folder / "page.png"
     words = [
-        *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage"),
+        *OPTIONS,
         f"--force-device-scale-factor={SCALE}",
         f"--window-size={WIDTH},{HEIGHT}",
         f"--blink-settings=preferredColorScheme={scheme}",
@@ -75,6 +78,28 @@ def unfiltered(kind, row, above, channels):
 def rgb(colour):
     whole = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
     return tuple(bytes.fromhex(whole))
+
+
+MEASURE = (
+    "<script>addEventListener('load', () => {{ const inside = document.querySelector('iframe').contentDocument;"
+    " const cut = [...inside.querySelectorAll('body *')].filter(each => each.scrollWidth > each.clientWidth + 1"
+    " && each.clientWidth || each.getBoundingClientRect().right > {width}).map(each => each.outerHTML.slice(0, 60));"
+    " document.title = `${{inside.defaultView.innerWidth}} ${{cut.join(' ')}}`; }})</script>"
+)
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_a_report_fits_a_phone_and_a_screen(tmp_path, width):
+    """A window of Chromium is 500 pixels wide at least, so the page is put into a frame."""
+    job = put_together(Made(3, compute_ms={2: 20}, delays_ms={(1, 30): 400}).recordings())
+    page = report_page(job, judge(job))
+    frame = f'<iframe srcdoc={quoteattr(page)} style="width:{width}px;height:900px;border:0"></iframe>'
+    (tmp_path / "frame.html").write_text(frame + MEASURE.format(width=width), encoding="utf-8")
+    words = [*OPTIONS, "--window-size=1300,1000", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    shown = subprocess.run(
+        [CHROMIUM, *words, (tmp_path / "frame.html").as_uri()], check=True, capture_output=True, timeout=100, text=True
+    ).stdout
+    assert re.search("<title>(.*?)</title>", shown)[1] == f"{width} "
 
 
 @pytest.mark.parametrize(("scheme", "background", "place"), [(LIGHT, "#fff", 0), (DARK, "#15191d", 1)])

@@ -293,7 +293,7 @@ class TestThePage:
         assert page.open == []
         assert page.links == []
         assert "script" not in page.tags
-        assert page.tags.count("svg") == 7
+        assert page.tags.count("svg") == 4 + 6, "a bar for each instance, two paths, and curves"
         assert "prefers-color-scheme:dark" in "".join(page.texts)
 
     def test_the_page_has_the_findings_of_the_text(self, job):
@@ -311,19 +311,20 @@ class TestThePage:
         assert said in report_text(job, judge(job)).splitlines()
         assert f"<p>{said}</p>" in report_page(job, judge(job))
 
-    def test_only_tables_and_pictures_scroll_on_a_phone(self, job):
+    def test_pictures_stretch_and_cells_of_tables_have_their_headings_on_a_phone(self, job):
         page = report_page(job, judge(job))
         assert '<meta name="viewport" content="width=device-width,initial-scale=1">' in page
-        assert page.count('<div class="wide"><svg') == page.count("<svg") == 7
+        assert page.count(' preserveAspectRatio="none"') == page.count("<svg") == 10
         assert page.count('<div class="wide"><table') == page.count("<table") == 3
-        assert ".wide{overflow-x:auto}" in page
+        assert page.count("<td data-of=") == page.count("<td")
+        assert '<td data-of="compute">' in page
 
     def test_the_height_of_the_chart_ignores_steps_that_compile(self):
         made = Made(2, delays_ms={(0, 0): 8000, (1, 1): 300})
         job = put_together(made.recordings())
         page = report_page(job, judge(job))
         assert "Step 0, which took 8.01 s, and 1 other are higher than the picture" in page
-        tops = re.findall(r">([\d.]+) ms</text><text", page)
+        tops = re.findall(r'<div class="scale"><span>([\d.]+) ms</span>', page)
         assert len(tops) == 2, "the steps over their numbers, and over time"
         assert all(11 < float(top) < 15 for top in tops)
 
@@ -340,7 +341,12 @@ class TestThePage:
         values[7003] = 5
         drawn = draw_curves({"a": (np.arange(10_000.0), values)}, "ms", "step")
         assert len(drawn) < 10_000
-        assert "5 ms" in drawn
+        assert "<span>5 ms</span><span>0</span>" in drawn
+
+    @pytest.mark.parametrize(("across", "ends"), [("s", ["3 s", "157.2 s"]), ("step", ["step 3", "step 157.2"])])
+    def test_the_ends_of_an_axis_have_its_unit_behind_or_its_name_before_them(self, across, ends):
+        drawn = draw_curves({"a": (np.array([3.0, 157.2]), np.ones(2))}, "ms", across)
+        assert re.findall(r"<span>([^<]*)</span>", drawn.partition('"range"')[2]) == ends
 
 
 @pytest.mark.parametrize(

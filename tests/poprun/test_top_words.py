@@ -7,7 +7,7 @@ import os
 import pytest
 
 from poprun.errors import PopRunError, UsageError
-from poprun.monitor.command import OPTIONS, TopRequest, describe, main, read_words
+from poprun.monitor.command import OPTIONS, TopRequest, choose_job, describe, main, read_words
 from poprun.monitor.doors import TOKEN_VARIABLE
 
 
@@ -50,6 +50,14 @@ def test_a_missing_job_gives_one_error():
         PopRunError, match=f"no poprun with process 1 of yours runs on {os.uname().nodename}; for one on"
     ):
         main(["--job=1", "--once"])
+
+
+def test_jobs_are_listed_apart_from_the_error(capfd):
+    with pytest.raises(UsageError, match="^2 jobs of yours run here, as listed above; name one with --job PID$"):
+        choose_job([(7, "no-such-door"), (11, "no-such-door")])
+    heading, *rows = capfd.readouterr().err.splitlines()
+    assert heading.split() == ["job", "runs", "for", "instances", "program"]
+    assert [row.split(maxsplit=3) for row in rows] == [[pid, "-", "-", "it does not answer"] for pid in ("7", "11")]
 
 
 def test_another_host_needs_the_token(monkeypatch):

@@ -75,6 +75,7 @@ class StandbyThreads(Membership):
         self._replicas = replicas
         self._is_spare = rank >= job.num_active
         self._is_chosen = False
+        self._lacks_values = self._is_spare
         self._entries: list[bytes] = []  # those that this instance has published, or read as a spare
         self._everybody: Communicator | None = None
         super().__init__()
@@ -110,8 +111,11 @@ class StandbyThreads(Membership):
     def keeps_journal(self) -> bool:
         return True
 
-    def may_change(self, is_so: bool) -> None:
+    def may_change(self, is_so: bool, was_so: bool = False) -> None:
         """Nothing but losses changes the members here."""
+
+    def takes_values(self) -> None:
+        self._lacks_values = False
 
     def publish(self, entry: Callable[[], bytes]) -> None:
         assert not self._is_spare
@@ -137,10 +141,11 @@ class StandbyThreads(Membership):
 
     @override
     def join_survivors(self) -> tuple[Instance, Communicator]:
+        if not self._is_chosen:
+            self._is_spare = self._is_spare or self._lacks_values
+            self._change_members()
         if self._is_chosen:
             self._is_spare = self._is_chosen = False
-        else:
-            self._change_members()
         communicator = self._communicator
         if self._is_spare:
             return self.instance, communicator
@@ -163,6 +168,10 @@ class StandbyThreads(Membership):
         wanted, was_spare = self._job.num_active, self._is_spare
         own = np.array([was_spare, self.instance.index, len(self._entries)])
         spare, index, known = everybody.all_gather(own, name="places").T
+        if spare.all():
+            self._communicator = self._alone()
+            self._job.end()
+            return
         old = [rank for rank in np.argsort(index, kind="stable") if not spare[rank]][:wanted]
         new = [rank for rank in np.flatnonzero(spare) if len(old) < wanted][: wanted - len(old)]
         active = [int(rank) for rank in (*old, *new)]
@@ -174,6 +183,7 @@ class StandbyThreads(Membership):
         self._communicator = everybody.subgroup(active) if is_active else self._alone()
         self._is_chosen = was_spare and is_active
         self._is_spare = was_spare or not is_active
+        self._lacks_values = self._lacks_values or self._is_spare
 
 
 @final

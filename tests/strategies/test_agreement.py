@@ -277,6 +277,13 @@ class TestWords:
         told = {0: [{"a": "1"}, {"p": ["x"]}], 1: [{"a": "2"}, {"p": ["y"]}]}
         assert "'x'" not in describe(told)
 
+    def test_another_order_is_named_with_its_first_difference(self):
+        order = "in another order than instance 0: number 2 is 'c', and there it is 'b'; make them in one order"
+        assert f"instance 1 has p {order}" in describe({0: [{"p": ["a", "b", "c"]}], 1: [{"p": ["a", "c", "b"]}]})
+        assert f"instance 1 has the same parts {order}" in describe(
+            {0: [dict.fromkeys("abc", "1")], 1: [dict.fromkeys("acb", "1")]}
+        )
+
     def test_a_program_that_ends_earlier_is_no_difference(self):
         told = {0: [{"p": ["x", "y"]}], 1: [{"p": ["x", "y"]}], 2: [{"p": ["x"]}]}
         assert describe(told) == (

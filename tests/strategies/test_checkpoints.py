@@ -489,7 +489,7 @@ class TestLeaving:
         assert on_instances(2, 4, program) == [(143, 7, alone)] * 2
         assert names(tmp_path) == step_names(7)
 
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
     def test_a_signal_ends_the_process_at_the_end_of_a_step(self, tmp_path, strategy, number):
         before = signal.getsignal(number)
         training = Training(strategy)
@@ -501,6 +501,27 @@ class TestLeaving:
         assert left.value.code == 128 + number
         assert signal.getsignal(number) is before
         assert names(tmp_path) == step_names(4)
+
+    def test_a_second_ctrl_c_interrupts_at_once(self, tmp_path, strategy, capfd):
+        training = Training(strategy)
+        with training.checkpoints(tmp_path, every=100) as checkpoints:
+            training.run(3, checkpoints.after_step)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert capfd.readouterr().err.endswith("press Ctrl-C again to end at once, without saving\n")
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert names(tmp_path) == []
+
+    def test_a_programs_own_handler_of_ctrl_c_stays(self, tmp_path, strategy):
+        taken = []
+        before = signal.signal(signal.SIGINT, lambda number, frame: taken.append(number))
+        try:
+            with Training(strategy).checkpoints(tmp_path):
+                os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert taken == [signal.SIGINT]
 
     def test_an_error_in_the_program_leaves_the_saved_checkpoints(self, tmp_path, strategy):
         training = Training(strategy)

@@ -89,7 +89,7 @@ def test_replicas_take_elements_in_turns_and_average_their_losses():
 
 @pytest.mark.parametrize("instances", [also(1), 2])
 def test_gradients_of_workers_are_averaged_by_a_host_call(on_instances, instances, tmp_path):
-    """A row of the original: w is 2, -0.5, 3.25, -2.375."""
+    """A row of the original: w is 2, -0.5, 3.25, -2.375. The reported loss is the mean over workers."""
 
     def run(strategy):
         contexts, values = [], []
@@ -112,7 +112,7 @@ def test_gradients_of_workers_are_averaged_by_a_host_call(on_instances, instance
 
         class Values:
             def after_run(self, estimator, run_values):
-                values.append(run_values.results["global_step"])
+                values.append((run_values.results["global_step"], run_values.results["loss"]))
 
         estimator = IPUEstimator(model_fn, tmp_path, RunConfig(train_distribute=strategy))
         found = []
@@ -123,11 +123,12 @@ def test_gradients_of_workers_are_averaged_by_a_host_call(on_instances, instance
 
     told = on_instances(instances, 2, run)
     assert [found for found, _, _ in told] == [[-0.5, 3.25, -2.375]] * instances
-    assert [steps for _, steps, _ in told] == [[1, 2, 3]] * instances
+    losses = [(1 + 4) / 2, (2.25 + 9) / 2, (5.0625 + 20.25) / 2]
+    assert [values for _, values, _ in told] == [list(zip((1, 2, 3), losses, strict=True))] * instances
     assert set().union(*(contexts for *_, contexts in told)) == {(2, 0), (2, 1)}
 
 
-def test_losses_of_workers_are_added_and_those_of_replicas_averaged():
+def test_the_reported_loss_is_the_mean_over_workers_and_replicas():
     seen = Seen()
     config = config_of(2, train_distribute=strategies.IPUStrategy(4))
 
@@ -139,7 +140,7 @@ def test_losses_of_workers_are_added_and_those_of_replicas_averaged():
         return pairs(np.arange(4) + 4 * input_context.input_pipeline_id, np.zeros(4))()
 
     IPUEstimator(model_fn, config=config).train(input_fn, [seen])
-    assert seen.losses == [(0 + 1) / 2 + (4 + 5) / 2, (2 + 3) / 2 + (6 + 7) / 2]
+    assert seen.losses == [(0 + 1 + 4 + 5) / 4, (2 + 3 + 6 + 7) / 4]
 
 
 @pytest.mark.parametrize("instances", [also(1), 2, also(4)])
@@ -418,7 +419,7 @@ def test_weights_of_losses_give_weighted_means(on_instances, instances):
 
     first = np.array([1, 3, 1, 1])
     w = 1 - 0.1 * np.mean(2 * (first - 1) * first)
-    wanted = [4 * np.mean((first - 1.0) ** 2)], w, np.mean((w * x[x > 0] - 1) ** 2)
+    wanted = [np.mean((first - 1.0) ** 2)], w, np.mean((w * x[x > 0] - 1) ** 2)
     for losses, value, evaluated in on_instances(instances, 4, run):
         np.testing.assert_allclose([*losses, value, evaluated], [*wanted[0], *wanted[1:]], rtol=1e-6)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import strategies
 import strategies.trees as trees
 from strategies.core.journal import BecameSpareError, InstanceProgress, Journal, Recorded
 from strategies.errors import SpareError
+from strategies.jax.replicas.entry_nodes import TreeNodes
 from strategies.placeholders import (
     ENTRY_LIMIT,
     Placeholder,
@@ -32,9 +34,14 @@ class Member:
         self.is_spare = entries is not None
         self.entries = list(entries or ())
         self.changes = False
+        self.begins_after = []
 
-    def may_change(self, is_so):
+    def may_change(self, is_so, was_so=False):
         self.changes = is_so
+        self.begins_after.append(was_so) if is_so else None
+
+    def takes_values(self):
+        self.lacks_values = False
 
     def publish(self, entry):
         self.entries.append(entry())
@@ -45,13 +52,27 @@ class Member:
         return self.entries.pop(0)
 
 
+RAN = []
+
+
+def run(code):
+    RAN.append(code)
+
+
+class Stranger:
+    """An object whose pickle calls a function."""
+
+    def __reduce__(self):
+        return run, ("code of a stranger",)
+
+
 def number(kind="count"):
     return Recorded(kind, lambda found: lambda: found, lambda told: told)
 
 
 def journal_of(member):
     progress = InstanceProgress()
-    return Journal(member, progress), progress
+    return Journal(member, progress, TreeNodes()), progress
 
 
 def recorded(*bodies, kind="count"):
@@ -128,8 +149,21 @@ class TestSparesThatCannotFollow:
 
     def test_a_result_that_cannot_be_encoded_is_refused_on_the_spare_only(self):
         journal, _ = journal_of(Member(recorded(lambda: lambda: None)))
-        with pytest.raises(SpareError, match="its result cannot be kept"):
+        with pytest.raises(SpareError, match="its result cannot be kept: TypeError: .* builtins.function"):
             journal.perform(number(), refuse)
+
+    def test_an_entry_runs_no_code_of_its_sender(self):
+        """A pickle would: any process that takes the place of the feeding instance could send one."""
+        journal, _ = journal_of(Member([pickle.dumps(("count", 1, 0, Stranger(), ""))]))
+        with pytest.raises(SpareError, match="an entry of the journal is damaged: part 0 ends at byte"):
+            journal.perform(number(), refuse)
+        assert not RAN
+
+    def test_a_result_of_another_form_is_refused(self):
+        journal, _ = journal_of(Member(recorded(lambda: "text")))
+        pair = Recorded("count", lambda found: lambda: found, lambda told: told["number"])
+        with pytest.raises(SpareError, match="the result of 'count' .* has another form than this program's"):
+            journal.perform(pair, refuse)
 
     def test_an_operation_without_results_is_refused_when_the_others_have_gone_on(self):
         member = Member()
@@ -252,3 +286,15 @@ def test_the_members_may_change_in_operations_that_can_be_repeated(survives):
     with pytest.raises(KeyError):
         journal.perform(number(), lambda: {}["nothing"], survives=survives)
     assert not member.changes
+
+
+def test_a_worker_joins_only_between_operations_that_can_both_be_repeated():
+    """Others may still be in the operation before, where a change of the members would end them."""
+    member = Member()
+    journal, _ = journal_of(member)
+    for survives in (True, True, False, True, True):
+        journal.perform(number(), lambda: 1, survives=survives)
+    journal.refuse("prediction")
+    for _ in range(2):
+        journal.perform(number(), lambda: 1)
+    assert member.begins_after == [False, True, False, True, False, True]

@@ -166,20 +166,40 @@ class TestPrometheus:
         again.close()
         again.close()
 
-    def test_the_number_of_silent_clients_is_bounded(self, capfd):
-        """The server accepts clients in order, so the last ones find all places taken."""
+    def test_silent_clients_do_not_shut_out_those_that_ask(self, capfd):
+        """Each new client finds a place; the one that has asked for nothing longest is cut off for it."""
         sink = Prometheus("127.0.0.1", 0, JobFacts(), client_limit_s=LIMIT_S)
         sink.open(goes_on=False)
         try:
             before = set(threading.enumerate())
             with contextlib.ExitStack() as held:
-                clients = [held.enter_context(socket.create_connection(sink.address, LIMIT_S)) for _ in range(95)]
-                for client in clients[MOST_CLIENTS:]:
+                clients = [held.enter_context(socket.create_connection(sink.address, LIMIT_S)) for _ in range(200)]
+                clients[-1].sendall(b"GET / HTTP/1.1\r\n")  # and no more
+                for client in clients[:-MOST_CLIENTS]:
                     await_cut(client)
-                assert len(set(threading.enumerate()) - before) == MOST_CLIENTS
+                assert len(set(threading.enumerate()) - before) <= MOST_CLIENTS
+                for _ in range(2 * MOST_CLIENTS):
+                    assert ("popdist_steps_total",) in self.answers(sink)
+                assert len(set(threading.enumerate()) - before) <= MOST_CLIENTS
         finally:
             sink.close()
+        assert set(threading.enumerate()) <= before
         assert capfd.readouterr() == ("", "")
+
+    def test_clients_that_read_no_answer_do_not_shut_out_others(self, monkeypatch):
+        monkeypatch.setattr("strategies.sinks.prometheus.MOST_CLIENTS", 2)
+        sink = Prometheus("127.0.0.1", 0, JobFacts(), client_limit_s=LIMIT_S)
+        sink.open(goes_on=False)
+        sink.write([said(1, **{f"{number:0300}": 0.5 for number in range(30_000)})])  # more than sockets hold
+        try:
+            with contextlib.ExitStack() as held:
+                for _ in range(2):
+                    client = held.enter_context(socket.create_connection(sink.address, LIMIT_S))
+                    client.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                    client.recv(1)
+                assert self.answers(sink)["popdist_metric", f"{7:0300}"] == 0.5
+        finally:
+            sink.close()
 
     def test_silent_clients_are_cut_off_after_a_time_and_leave_their_places(self, capfd):
         sink = Prometheus("127.0.0.1", 0, JobFacts(), client_limit_s=0.5)

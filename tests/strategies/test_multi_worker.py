@@ -188,7 +188,7 @@ class TestAnyCluster:
 
     def test_unequal_amounts_of_data_end_at_the_same_step_with_a_message(self, found, tasks):
         others = ", ".join(map(str, range(1, tasks[0])))
-        left = f"what is left on instance{'s' if tasks[0] > 2 else ''} {others} is not used"
+        left = f"the rest on instance{'s' if tasks[0] > 2 else ''} {others} is not used"
         for of in found:
             assert of["uneven"] == [0, 1, 2]
             assert "instance 0 ran out of data after 3 steps of the data set" in of["text"]

@@ -300,7 +300,7 @@ def test_a_skipped_step_is_counted_with_loss_scaling_and_keeps_the_scale(on_inst
 # ---- weights that are refused
 
 
-@pytest.mark.parametrize("bad", first_of([-1.0, np.nan, np.inf]))
+@pytest.mark.parametrize("bad", first_of([-1.0, np.nan, np.inf, -1e-40]))
 @pytest.mark.parametrize("exchange", ["host", also("compiled")])
 def test_a_bad_weight_on_one_replica_is_an_error_on_all_instances(on_instances, bad, exchange):
     """The sum of the weights is above 0."""
@@ -320,6 +320,61 @@ def test_a_bad_weight_on_one_replica_is_an_error_on_all_instances(on_instances, 
         refused(strategies.IPUStrategy(REPLICAS, defaults=Defaults(exchange=exchange)))
     else:
         assert len(set(on_instances(2, REPLICAS, refused))) == 1
+
+
+def weighted_by_rows(variables, batch, key):
+    return strategies.Outcome(losses(variables, batch).mean(), weight=batch["weight"][0])
+
+
+def weighted_in_stages(variables, batch, key):
+    outcome = in_stages(variables, batch, key)
+    with strategies.pipeline_stage(1):
+        return strategies.Outcome(jnp.mean(outcome.loss), weight=batch["weight"][0])
+
+
+SMALL, LARGE = "mean weight of the losses is {} at step 0, but XLA", "sum of the weights of losses overflows float32"
+WAYS = {
+    "plain": {"gradient_accumulation_count": 1},
+    "accumulated": {},
+    "running mean": {"reduction_method": "running_mean"},
+    "pipeline": {"pipeline": strategies.Pipelining([0, 1], schedule="sequential")},
+}
+
+
+@pytest.mark.parametrize("way", only(["accumulated", "pipeline"], WAYS))
+def test_weights_that_products_cannot_hold_are_an_error_on_all_instances(on_instances, way):
+    """XLA computes with 0 in place of a subnormal number: the mean would be 0 / 0."""
+    loss_fn = weighted_in_stages if way == "pipeline" else weighted_by_rows
+
+    def refused(strategy):
+        trainer = strategies.Trainer(
+            strategy,
+            loss_fn,
+            optax.sgd(0.1),
+            zero_weight="skip",
+            **{"gradient_accumulation_count": MICRO_BATCHES, **WAYS[way]},
+        )
+        state, batch = trainer.init(VARIABLES), batch_of(strategy, 0)
+        for weight, text in ((1e-40, SMALL.format("1.2e-35")), (1e-33, SMALL.format("1e-33")), (3e38, LARGE)):
+            with pytest.raises(WeightError, match=text):
+                trainer.step(state, {**batch, "weight": np.full(len(batch["x"]), weight, np.float32)})
+        return strategies.fingerprint(state.variables)
+
+    expected = {strategies.fingerprint(VARIABLES)}
+    assert set(on_instances(2, REPLICAS, refused, ipus_per_replica=2)) == expected
+    if way == "accumulated":
+        assert {refused(strategies.IPUStrategy(REPLICAS, defaults=Defaults(exchange="compiled")))} == expected
+
+
+def test_a_subnormal_weight_beside_others_counts_nothing(on_instances):
+    def run(strategy, small):
+        trainer = strategies.Trainer(strategy, weighted_by_rows, optax.sgd(0.1))
+        state, batch = trainer.init(VARIABLES), batch_of(strategy, 0)
+        weights = np.where(np.arange(len(batch["x"])) < len(batch["x"]) // 2, np.float32(small), np.float32(2))
+        return strategies.fingerprint(trainer.step(state, {**batch, "weight": weights})[0].variables)
+
+    small, none = (on_instances(1, 2, lambda strategy, small=small: run(strategy, small)) for small in (1e-40, 0))
+    assert small == none
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
 
@@ -29,6 +29,10 @@ from poprun.trace.report.text import (
 from poprun.trace.report.training import Curve, layer_rows, layers_in, title_of, whole
 from poprun.trace.report.verdict import TimelineReport
 
+_WIDTH, _BAR, _CURVE_HEIGHT = 1000, 20, 140
+"""The size of a picture in its own units; a page stretches its width."""
+_MOST_POINTS = 400
+_MOST_LAYERS = 6
 _STYLE = (
     ":root{color-scheme:light dark}"
     "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;background:#fff;"
@@ -36,8 +40,24 @@ _STYLE = (
     "h2{margin-top:2rem;font-size:1.15rem}table{border-collapse:collapse}"
     "td,th{padding:.2rem .8rem .2rem 0;text-align:right;font-variant-numeric:tabular-nums}"
     "td:first-child,th:first-child{text-align:left}.found{border-left:4px solid #d9822b;padding-left:.8rem}"
-    ".wide{overflow-x:auto}.wide svg{min-width:40rem}td{white-space:nowrap}"
+    ".wide{overflow-x:auto}td{white-space:nowrap}"
+    "figure{margin:1rem 0}figure span{font-size:.8rem;line-height:1}"
+    ".keys{display:flex;flex-wrap:wrap;gap:.3rem 1rem;margin-bottom:.5rem}"
+    ".keys i{display:inline-block;width:.75rem;height:.75rem;margin-right:.3rem}"
+    ".bar{display:grid;grid-template-columns:12rem 1fr;align-items:center;margin:.4rem 0}"
+    ".plot{display:grid;grid-template-columns:4.5rem 1fr}"
+    ".scale{display:flex;flex-direction:column;justify-content:space-between}"
+    ".range{grid-column:2;display:flex;justify-content:space-between;margin-top:.3rem}"
+    f"svg{{display:block;width:100%;overflow:visible}}figure svg{{height:{_BAR}px}}"
+    f".plot svg{{height:{_CURVE_HEIGHT}px;border:solid #8a949e;border-width:0 0 1px 1px}}"
+    "polyline,.dot{vector-effect:non-scaling-stroke}.dot{stroke-width:6;stroke-linecap:round}"
     "@media(prefers-color-scheme:dark){body{background:#15191d;color:#e6eaee}}"
+    # on a phone, each row of a table becomes a list of its cells with their headings
+    "@media(max-width:40rem){.bar{grid-template-columns:1fr;gap:.2rem}thead{display:none}"
+    "tbody tr{display:block;padding:.4rem 0;border-top:1px solid #8a949e}"
+    "td{display:flex;justify-content:space-between;gap:1rem;padding:0;white-space:normal}"
+    'td::before{content:attr(data-of);text-align:left}td[data-of=""]::before{content:none}'
+    "td:first-child{font-weight:bold}table{width:100%}}"
 )
 
 
@@ -46,9 +66,7 @@ def report_page(job: RecordedJob, verdict: TimelineReport) -> str:
     blocks = [
         f"<h1>What the job did</h1><p>{escape(origin(job))}.</p><p>{escape(headline(verdict))}.</p>",
         "".join(f'<p class="found">{escape(each)}</p>' for each in findings(verdict)),
-        _section(
-            "Where the time went", _wide(draw_shares(verdict.titles, verdict.shares)), _table(share_rows(verdict))
-        ),
+        _section("Where the time went", draw_shares(verdict.titles, verdict.shares), _table(share_rows(verdict))),
         _section("Steps", _draw_steps(verdict)),
         _section("Instances", _table(instance_rows(job, verdict))),
         _section("Critical paths", *_draw_paths(verdict)),
@@ -74,14 +92,15 @@ def _section(title: str, *parts: str) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table that scrolls by itself if it is wider than the page; on a phone its cells stand in a list."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows[1:])
-    return _wide(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
-
-
-def _wide(drawn: str) -> str:
-    """Wrap a wide part so that it scrolls by itself on a narrow screen."""
-    return f'<div class="wide">{drawn}</div>' if drawn else ""
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td data-of={quoteattr(of)}>{escape(cell)}</td>" for of, cell in zip(rows[0], row, strict=True))
+        + "</tr>"
+        for row in rows[1:]
+    )
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _draw_steps(verdict: TimelineReport) -> str:
@@ -104,7 +123,7 @@ def _draw_steps(verdict: TimelineReport) -> str:
         else ""
     )
     drawn = draw_curves(whole | curves, "ms", "step", top / 1e6)
-    return f"<p>The whole step, and each instance's own work and input.{escape(said)}</p>{_wide(drawn)}"
+    return f"<p>The whole step, and each instance's own work and input.{escape(said)}</p>{drawn}"
 
 
 def _draw_training(verdict: TimelineReport) -> str:
@@ -122,7 +141,7 @@ def _draw_training(verdict: TimelineReport) -> str:
     pictures += [draw_curves({title: curve}, "", across) for title, curve in numbers.items() if title not in rates]
     pictures.append(draw_curves(rates, "", across))
     said = f"All over the time since the first step began, from step {table.steps[first]} on."
-    return f"<p>{said}</p>{''.join(map(_wide, pictures))}"
+    return f"<p>{said}</p>{''.join(pictures)}"
 
 
 def _draw_layers(verdict: TimelineReport) -> str:
@@ -131,7 +150,7 @@ def _draw_layers(verdict: TimelineReport) -> str:
     drawn = {layer: (curve.steps.astype(np.float64), curve.values) for layer, curve in chosen.items()}
     finite = {layer: (x[np.isfinite(y)], y[np.isfinite(y)]) for layer, (x, y) in drawn.items()}
     said = "The gradient norms of the layers with the largest growth over their median."
-    return f"<p>{said}</p>{_wide(draw_curves(finite, '', 'step'))}"
+    return f"<p>{said}</p>{draw_curves(finite, '', 'step')}"
 
 
 def _finite(curve: Curve, begin_s: float) -> tuple[np.ndarray, np.ndarray]:
@@ -144,7 +163,7 @@ def _draw_paths(verdict: TimelineReport) -> list[str]:
     parts = []
     for (title, words), (_, path) in zip(paths(verdict), (verdict.median_path, verdict.slowest_path), strict=True):
         drawn = draw_path([(_category_of(each), each.what, each.lasted_s) for each in path])
-        parts.append(f"<p>{escape(title[:1].upper() + title[1:])}: {escape(words)}</p>{_wide(drawn)}")
+        parts.append(f"<p>{escape(title[:1].upper() + title[1:])}: {escape(words)}</p>{drawn}")
     return parts
 
 
@@ -160,15 +179,9 @@ def _draw_memory(job: RecordedJob, verdict: TimelineReport) -> str:
     for place, title in zip(last_attempt(job), verdict.titles, strict=True):
         times, values = job.spans[place].measured.get(MEMORY, (np.zeros(0), np.zeros(0)))
         curves[title.partition(" (")[0]] = ((times - began) / 1e9, values / 1e6)
-    return _wide(draw_curves(curves, "MB", "s"))
+    return draw_curves(curves, "MB", "s")
 
 
-_WIDTH, _LEFT, _ROW, _BAR = 900, 200, 30, 20
-_MOST_POINTS = 400
-_MOST_LAYERS = 6
-_CURVE_HEIGHT, _BELOW = 140, 22
-_LINE = 20
-"""The height of a line of a legend."""
 COLOURS = {
     "compute": ("#2a78b8", "#5aa9e6"),
     "exchange": ("#d9822b", "#f0a35e"),
@@ -186,10 +199,12 @@ COLOURS = {
 
 def style() -> str:
     """Return the style sheet of all pictures, for light and dark pages."""
-    light = "".join(f".{name}{{fill:{colours[0]}}}" for name, colours in COLOURS.items())
-    dark = "".join(f".{name}{{fill:{colours[1]}}}" for name, colours in COLOURS.items())
+    light = "".join(f".{name}{{fill:{colours[0]};background:{colours[0]}}}" for name, colours in COLOURS.items())
+    dark = "".join(f".{name}{{fill:{colours[1]};background:{colours[1]}}}" for name, colours in COLOURS.items())
     lines = [each[0] for each in COLOURS.values()], [each[1] for each in COLOURS.values()]
-    curves = ["".join(f".line{n}{{stroke:{c};fill:none}}.key{n}{{fill:{c}}}" for n, c in enumerate(of)) for of in lines]
+    curves = [
+        "".join(f".line{n}{{stroke:{c};fill:none}}.key{n}{{background:{c}}}" for n, c in enumerate(of)) for of in lines
+    ]
     return (
         "svg{max-width:100%;height:auto;font:13px system-ui,sans-serif}"
         f"svg text{{fill:#1b1f24}}.axis{{stroke:#8a949e;stroke-width:1;fill:none}}{light}{curves[0]}"
@@ -200,27 +215,20 @@ def style() -> str:
 def draw_shares(titles: Sequence[str], shares: Sequence[Mapping[str, float]]) -> str:
     """Draw one bar for each instance, divided by the shares of its time."""
     shown = [each for each in CATEGORIES if any(of[each] >= 0.002 for of in shares)]
-    parts, above = _keys([(name, name) for name in shown])
-    for row, (title, of_instance) in enumerate(zip(titles, shares, strict=True)):
-        top, left = above + row * _ROW, float(_LEFT)
-        parts.append(f'<text x="0" y="{top + 15}">{escape(title)}</text>')
-        for name in shown:
-            width = of_instance[name] * (_WIDTH - _LEFT)
-            said = f"<title>{escape(title)}: {name} {of_instance[name]:.1%}</title>"
-            parts.append(_bar(name, left, top, width, said))
-            left += width
-    return _picture(above + len(titles) * _ROW + 4, parts, "shares of the time")
+    bars = [
+        f'<div class="bar"><span>{escape(title)}</span>'
+        + _bar([(name, f"{title}: {name} {of_instance[name]:.1%}", of_instance[name]) for name in shown], title)
+        + "</div>"
+        for title, of_instance in zip(titles, shares, strict=True)
+    ]
+    return f"<figure>{_keys([(name, name) for name in shown])}{''.join(bars)}</figure>"
 
 
 def draw_path(path: Sequence[tuple[str, str, float]]) -> str:
     """Draw a critical path as one bar; each part is (category, words, seconds)."""
     total = sum(seconds for _, _, seconds in path) or 1.0
-    parts, left = [], 0.0
-    for category, words, seconds in path:
-        width = seconds / total * _WIDTH
-        parts.append(_bar(category, left, 4, width, f"<title>{escape(words)}: {1e3 * seconds:.3g} ms</title>"))
-        left += width
-    return _picture(_ROW, parts, "critical path")
+    parts = [(category, f"{words}: {1e3 * seconds:.3g} ms", seconds / total) for category, words, seconds in path]
+    return f"<figure>{_bar(parts, 'critical path')}</figure>"
 
 
 @dataclass(frozen=True)
@@ -236,6 +244,10 @@ class CurveAxis:
     name: str
     least: float
     most: float
+
+    def label(self, value: float) -> str:
+        """Return a value with its unit, `157.2 s`, or with the name of the axis before it, `step 239`."""
+        return f"{self.name} {value:.4g}" if self.name == "step" else f"{value:.4g} {self.name}"
 
 
 def draw_curves(
@@ -263,26 +275,24 @@ def draw_curves(
     low = min(0.0, *(float(y.min()) for _, y in known.values()))
     top = max(0.0, *(float(y.max()) for _, y in known.values())) if most is None else most
     top = top if top > low else 1.0
-    parts, above = _keys([(f"key{number % len(COLOURS)}", name) for number, name in enumerate(known)])
-    bottom = above + _CURVE_HEIGHT
-    parts.append(f'<path class="axis" d="M{_LEFT / 2:.0f} {above}V{bottom}H{_WIDTH}"/>')
-    parts.append(f'<text x="0" y="{above + 12}">{top:.3g} {escape(unit)}</text>')
-    parts.append(f'<text x="0" y="{bottom}">{low:.3g}</text>')
-    parts.append(f'<text x="{_LEFT / 2:.0f}" y="{bottom + 18}">{left:.4g}</text>')
-    parts.append(f'<text x="{_WIDTH}" y="{bottom + 18}" text-anchor="end">{escape(across.name)} {right:.4g}</text>')
+    drawn = []
     for number, (x, y) in enumerate(known.values()):
         x, y = _thinned(x, y)
-        across_px = _LEFT / 2 + (x - left) / ((right - left) or 1) * (_WIDTH - _LEFT / 2)
-        up_px = bottom - (np.minimum(y, top) - low) / (top - low) * _CURVE_HEIGHT
-        points = list(zip(across_px.tolist(), up_px.tolist(), strict=True))
-        parts.append(_line(number % len(COLOURS), points))
-    return _picture(bottom + _BELOW, parts, f"{unit or next(iter(known))} over {across.name}")
+        across_px = (x - left) / ((right - left) or 1) * _WIDTH
+        up_px = _CURVE_HEIGHT - (np.minimum(y, top) - low) / (top - low) * _CURVE_HEIGHT
+        drawn.append(_line(number % len(COLOURS), list(zip(across_px.tolist(), up_px.tolist(), strict=True))))
+    keys = _keys([(f"key{number % len(COLOURS)}", name) for number, name in enumerate(known)])
+    scale = f"<span>{escape(f'{top:.3g} {unit}'.rstrip())}</span><span>{low:.3g}</span>"
+    ends = "".join(f"<span>{escape(across.label(each))}</span>" for each in (left, right))
+    picture = _picture(_CURVE_HEIGHT, drawn, f"{unit or next(iter(known))} over {across.name}")
+    plot = f'<div class="scale">{scale}</div>{picture}<div class="range">{ends}</div>'
+    return f'<figure>{keys}<div class="plot">{plot}</div></figure>'
 
 
 def _line(colour: int, points: Sequence[tuple[float, float]]) -> str:
     """Return a line through points, or a dot for a single one."""
     if len(points) == 1:
-        return '<circle class="key{}" cx="{:.1f}" cy="{:.1f}" r="3"/>'.format(colour, *points[0])
+        return '<path class="line{} dot" d="M{:.1f} {:.1f}h0"/>'.format(colour, *points[0])
     drawn = " ".join(f"{across:.1f},{up:.1f}" for across, up in points)
     return f'<polyline class="line{colour}" points="{drawn}"/>'
 
@@ -293,23 +303,22 @@ def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return x[starts], np.maximum.reduceat(y, starts)
 
 
-def _bar(category: str, left: float, top: int, width: float, said: str) -> str:
-    return f'<rect class="{category}" x="{left:.1f}" y="{top}" width="{width:.1f}" height="{_BAR}">{said}</rect>'
+def _bar(parts: Sequence[tuple[str, str, float]], label: str) -> str:
+    """Return a picture of one bar; each part is (category, words, share of the width)."""
+    drawn, left = [], 0.0
+    for category, words, share in parts:
+        place = f'x="{left:.1f}" y="0" width="{share * _WIDTH:.1f}" height="{_BAR}"'
+        drawn.append(f'<rect class="{category}" {place}><title>{escape(words)}</title></rect>')
+        left += share * _WIDTH
+    return _picture(_BAR, drawn, label)
 
 
-def _keys(names: Sequence[tuple[str, str]]) -> tuple[list[str], int]:
-    """Return a legend of the colours, in as many lines as its width needs, and its height."""
-    parts, left, top = [], 0, 4
-    for name, words in names:
-        width = 30 + 8 * len(words)
-        if left and left + width > _WIDTH:
-            left, top = 0, top + _LINE
-        parts.append(f'<rect class="{name}" x="{left}" y="{top}" width="12" height="12"/>')
-        parts.append(f'<text x="{left + 16}" y="{top + 11}">{escape(words)}</text>')
-        left += width
-    return parts, top - 4 + _ROW
+def _keys(names: Sequence[tuple[str, str]]) -> str:
+    """Return a legend; each name is (class of its colour, words)."""
+    keys = (f'<span><i class="{name}"></i>{escape(words)}</span>' for name, words in names)
+    return f'<div class="keys">{"".join(keys)}</div>'
 
 
 def _picture(height: int, parts: Sequence[str], label: str) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{label}">'
-    return head + "".join(parts) + "</svg>"
+    size = f'viewBox="0 0 {_WIDTH} {height}" preserveAspectRatio="none"'
+    return f'<svg {size} role="img" aria-label={quoteattr(label)}>{"".join(parts)}</svg>'

@@ -77,6 +77,7 @@ class Estimator(ABC):
     """
 
     _takes: ClassVar[frozenset[str]]  # the names of a batch among the arguments of model_fn
+    _adds_losses: ClassVar[bool]  # whether the reported loss of an update is the sum over workers, rather than the mean
 
     def __init__(
         self,
@@ -156,7 +157,8 @@ class Estimator(ABC):
         warm = {} if self._training or not self._warm_start_from else self._values(self._warm_start_from)[0]
         run = self._training or self._built(ModeKeys.TRAIN, first, warm)
         network, count = run.network, self._options(ModeKeys.TRAIN).get(_COUNT, 1)
-        scale = strategy.num_replicas_in_sync // config.devices.num_replicas if network.update else 1
+        adds = self._adds_losses and network.update is not None
+        scale = strategy.num_replicas_in_sync // config.devices.num_replicas if adds else 1
         if run.trainer.strategy is not strategy:
             raise ValueError("the estimator has trained with another strategy; use that, or a new estimator")
         hooks = [*(hooks or ()), *(network.spec.training_hooks or ())]

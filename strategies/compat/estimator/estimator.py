@@ -20,7 +20,7 @@ class IPUEstimator(Estimator):
     Semantics: the original's class of that name.
     """
 
-    _takes = frozenset({"features", "labels"})
+    _takes, _adds_losses = frozenset({"features", "labels"}), False
 
     @override
     def _model(self, mode: str) -> Callable[..., IPUEstimatorSpec]:

@@ -98,7 +98,7 @@ class IPUPipelineEstimator(Estimator):
     Iterations and steps count micro-batches. Semantics: the original's class of that name.
     """
 
-    _takes = frozenset[str]()
+    _takes, _adds_losses = frozenset[str](), True
 
     @functools.lru_cache(maxsize=3)  # noqa: B019  the modes of one estimator; earlier ones are freed
     def _pipeline(self, mode: str) -> IPUPipelineEstimatorSpec:

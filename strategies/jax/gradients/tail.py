@@ -15,6 +15,12 @@ from strategies.typing import Leaf
 
 STEP, NOTICE, LOSS_SCALE, LOSS, WEIGHT = range(5)
 """Positions in the control words of a step."""
+_LEAST_NORMAL = 0x00800000  # the bits of 2**-126
+LEAST_WEIGHT, _TOO_SMALL = 2.0**-96, 2.0**-116
+"""The least mean weight, and the number that travels for a subnormal one, so that means of it are refused.
+
+XLA flushes numbers below 2**-126 to 0, so mean gradients with the least mean weight lose less than 2**-30.
+"""
 
 
 def control_words(step: int, notice: bool, loss_scale: float) -> np.ndarray:
@@ -106,8 +112,11 @@ class TailLayout:
 
 def travelling(weight: ArrayLike | None) -> jax.Array:
     """Return a weight as it travels, see `strategies.core.weights.travelling`; traceable."""
-    number = jnp.asarray(weight, jnp.float32)
-    return jax.lax.stop_gradient(jnp.where((number >= 0) & jnp.isfinite(number), number, jnp.nan))
+    number = jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
+    bits = jax.lax.bitcast_convert_type(number, jnp.int32)  # XLA takes a subnormal number for 0 in comparisons
+    size = bits & 0x7FFFFFFF
+    number = jnp.where((size > 0) & (size < _LEAST_NORMAL), _TOO_SMALL, number)
+    return jnp.where(((bits >= 0) | (size == 0)) & jnp.isfinite(number), number, jnp.nan)
 
 
 def times_weight(values: jax.Array, weight: jax.Array) -> jax.Array:

@@ -228,7 +228,8 @@ def _reserved_port() -> Iterator[int]:
 
 def _leave_if_failed() -> None:
     """Leave JAX's runtime at once if the program has failed, because its regular end waits for all other instances."""
-    if process.has_failed:
+    is_child = process.communicator is not None and process.communicator.is_inherited
+    if process.has_failed or is_child:
         state = distributed.global_state
         for each in (state.client, state.service):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))  # otherwise its destructor waits

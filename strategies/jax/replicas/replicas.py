@@ -51,6 +51,7 @@ from strategies.jax.replicas.devices import (
     prepare_environment,
     set_number_of_devices,
 )
+from strategies.jax.replicas.entry_nodes import TreeNodes
 from strategies.jax.replicas.membership import Membership
 from strategies.jax.replicas.processes import connect_processes
 from strategies.late_jax import is_jax_array, is_jax_loaded, jax, jnp, when_jax_is_imported
@@ -135,7 +136,7 @@ class Replicas:
         self.adds_in_order = membership.adds_in_order
         self.done_so_far = InstanceProgress()
         self._journal_member = membership.journal_member
-        self.journal = Journal(self._journal_member, self.done_so_far)
+        self.journal = Journal(self._journal_member, self.done_so_far, TreeNodes())
         self.variables_on_host = variables_on_host
         self.progress = progress or NoProgress()
         attached = self.instruments.attached
@@ -276,8 +277,17 @@ class Replicas:
 
     @property
     def communicator(self) -> Communicator:
-        """The communicator of the instances that are left."""
+        """The communicator of the instances that are left.
+
+        Raises:
+            ForkedProcessError: This process is a forked child of the instance.
+        """
+        self.refuse_in_child()
         return self._membership.communicator
+
+    def refuse_in_child(self) -> None:
+        """Raise `ForkedProcessError` in a forked child of the instance, which lacks JAX's threads as well."""
+        self._membership.communicator.refuse_in_child()
 
     @property
     def instruments(self) -> Instruments:
@@ -319,10 +329,11 @@ class Replicas:
 
         def attempt() -> bool:
             nonlocal is_done
+            communicator = self.communicator
             if self.is_chief and not is_done:
                 function()
                 is_done = True
-            self.communicator.barrier(name="duty of the chief")
+            communicator.barrier(name="duty of the chief")
             return True
 
         recorded = Recorded[bool]("duty of the chief", lambda done: bool, lambda told: True)

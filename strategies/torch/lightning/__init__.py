@@ -1,15 +1,13 @@
 """The strategy `"popdist"` of PyTorch Lightning's Trainer: `import strategies.torch.lightning` registers it."""
 
+from popdist.extras import describe_missing
+
 try:
     from pytorch_lightning.strategies import StrategyRegistry
 except ModuleNotFoundError as error:
-    if error.name != "pytorch_lightning":
-        raise
-    raise ModuleNotFoundError(
-        "strategies.torch.lightning needs PyTorch Lightning, which is not installed; run "
-        "pip install -e '.[torch,lightning]' in a checkout of the project",
-        name="pytorch_lightning",
-    ) from None
+    if text := describe_missing(error, __name__):
+        raise ModuleNotFoundError(text, name=error.name) from None
+    raise
 
 from strategies.torch.lightning.environment import PopDistEnvironment as PopDistEnvironment
 from strategies.torch.lightning.replica_batches import ReplicaBatches as ReplicaBatches

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast, final
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 from typing_extensions import override
 
@@ -22,13 +31,15 @@ from strategies.strategy import Strategy
 from strategies.torch.distributed_data import DistributedSampler
 from strategies.torch.lightning.randomness import drawing_all_from, seed_all
 from strategies.torch.lightning.replica_batches import ReplicaBatches
+from strategies.torch.lightning.sampler_states import states_of, write_states
 from strategies.torch.randomness import seed_of
 from strategies.torch.tensors import parts_of
-from strategies.typing import Batch
+from strategies.typing import Batch, Tree
 
 _HOST = torch.device("cpu")
 _NOBODY = -1  # the replica in the seeds of numbers that all replicas share
 _OF_ORDER, _OF_WORKERS = 2**40, 2**41  # the steps in the seeds of an epoch's order and of its workers
+_OF_TORCH = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 @dataclass(frozen=True)
@@ -90,8 +101,9 @@ class ReplicaLoader(ABC):
 
     def __init__(self) -> None:
         self._epoch = 0
-        self._given = 0  # the number of batches of this epoch that were given
-        self._resumed = (0, 0)  # an epoch, and the number of its batches that were given before
+        self._begun = 0  # the epoch that is read
+        self._given = 0  # the number of its batches that were given
+        self._resumed: Mapping[str, Tree] | None = None  # the state of a checkpoint, until the next iteration
 
     @property
     def sampler(self) -> ReplicaLoader:
@@ -107,24 +119,31 @@ class ReplicaLoader(ABC):
         """Return the number of steps of an epoch."""
 
     @abstractmethod
-    def read(self, epoch: int, start: int) -> Iterator[ReplicaBatches]:
-        """Yield the batches of an epoch from a step on."""
+    def read(self, epoch: int, start: int, continues: bool) -> Iterator[ReplicaBatches]:
+        """Yield the batches of an epoch from a step on.
+
+        Args:
+            epoch: The number of the epoch.
+            start: The number of the step.
+            continues: Whether the pass of the loaded state goes on.
+        """
 
     def __iter__(self) -> Iterator[ReplicaBatches]:
         """Yield the batches of the epoch that `set_epoch` selects before the first batch is taken."""
-        (epoch, given), self._resumed = self._resumed, (0, 0)
-        self._given = start = given if epoch == self._epoch else 0
-        for batches in self.read(self._epoch, start):
+        resumed, self._resumed = self._resumed, None
+        continues = resumed is not None and resumed["epoch"] == self._epoch
+        self._begun, self._given = self._epoch, resumed["given"] if continues and resumed is not None else 0
+        for batches in self.read(self._begun, self._given, continues):
             self._given += 1
             yield batches
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Tree]:
         """Return the epoch, and the number of its batches that were given."""
-        return {"epoch": self._epoch, "given": self._given}
+        return dict(self._resumed or {"epoch": self._begun, "given": self._given})
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tree]) -> None:
         """Begin the next iteration after the batches that were given, if it reads the same epoch."""
-        self._resumed = state["epoch"], state["given"]
+        self._resumed = state
 
 
 @final
@@ -164,25 +183,47 @@ class _Planned(BatchSampler):
         return len(self.now)
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """One reading of the rows of an epoch.
+
+    Attributes:
+        epoch: The number of the epoch.
+        number: The number of the pass in the epoch; in evaluations, see `DealtLoader`.
+        states: The states of the sampler before its order was drawn.
+        order: The units in order.
+    """
+
+    epoch: int
+    number: int
+    states: Mapping[str, Tree]
+    order: Sequence[object]
+
+
 @final
 class DealtLoader(ReplicaLoader):
     """The rows of a DataLoader, dealt to replicas; each local replica reads its rows with a loader of its own.
 
     The order of an epoch is that of the loader's sampler. It must be the same on all instances, and instances compare
-    it. Random numbers that data sets draw depend on the seed, the epoch, the replica and the step.
+    it. Random numbers that data sets draw depend on the seed, the epoch, the pass, the replica and the step. In
+    training, the passes of an epoch are counted.
 
     Args:
         loader: The program's loader.
         strategy: The strategy whose replicas read.
         seed: The seed of shuffling and of data sets that draw random numbers.
-        is_training: See `Deal`.
+        pass_now: Returns the number of the pass that begins. If it is negative, the sampler draws the same order again
+            in the next pass. Default: training, see `Deal`.
 
     Raises:
         StrategyError: If the rows cannot be dealt.
     """
 
-    def __init__(self, loader: DataLoader[object], strategy: Strategy, seed: int, is_training: bool) -> None:
+    def __init__(
+        self, loader: DataLoader[object], strategy: Strategy, seed: int, pass_now: Callable[[], int] | None = None
+    ) -> None:
         super().__init__()
+        is_training = pass_now is None
         self._units, rows = _units_of(loader)
         self._has_rows = rows > 0
         drops = loader.drop_last if self._has_rows else is_training
@@ -203,37 +244,95 @@ class DealtLoader(ReplicaLoader):
             )
         self._strategy, self._seed = strategy, seed
         self._loaders = {replica: _copied(loader) for replica in strategy.local_replicas}
-        self._passes: dict[int, int] = {}  # how often each epoch was begun
+        self._pass_now = pass_now
+        self._pass: _Pass | None = None  # the last one that was begun
 
     @override
     def __len__(self) -> int:
         return self._deal.steps
 
     @override
-    def read(self, epoch: int, start: int) -> Iterator[ReplicaBatches]:
-        again = self._passes.get(epoch, 0)
-        self._passes = {epoch: again + 1}
-        order = self._order(epoch, again)
-        iterators = {one: self._begin(one, epoch, again, order, start) for one in self._loaders}
+    def read(self, epoch: int, start: int, continues: bool) -> Iterator[ReplicaBatches]:
+        begun = self._pass if continues and self._pass is not None else self._next_pass(epoch)
+        self._pass = begun
+        iterators = {one: self._begin(one, begun, start) for one in self._loaders}
         for step in range(start, self._deal.steps):
             local = [one for one in self._loaders if self._deal.positions(step, one)]
             yield ReplicaBatches(
-                {one: self._next(iterators[one], one, epoch, again, step) for one in local}, self._deal.is_whole(step)
+                {one: self._next(iterators[one], one, begun, step) for one in local}, self._deal.is_whole(step)
             )
 
-    def _order(self, epoch: int, again: int) -> list[object]:
-        """Return the units of an epoch in order. Collective."""
+    def _next_pass(self, epoch: int) -> _Pass:
+        """Begin to read an epoch. Collective."""
+        last = self._pass if self._pass is not None and self._pass.epoch == epoch else None
+        if self._pass_now is None:
+            number = 0 if last is None else last.number + 1
+        else:
+            number = self._pass_now()
+            if last is not None and last.number == number >= 0:
+                return last  # a validation that begins again
+        states = states_of(self._units)
+        begun = _Pass(epoch, number, states, self._order(epoch, number))
+        if number < 0:
+            write_states(self._units, states)
+        return begun
+
+    @override
+    def state_dict(self) -> dict[str, Tree]:
+        """Return also the pass, a digest of its order, and the states of the sampler before it and now."""
+        begun = self._pass
+        if begun is None or begun.number < 0:
+            return super().state_dict()
+        states = {"pass": begun.number, "order": _digest_of(begun.order).hex()}
+        if begun.states:
+            states |= {"before": begun.states, "now": states_of(self._units)}
+        return super().state_dict() | states
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Tree]) -> None:
+        """Draw the order of the state's pass again, and warn if another one comes out. Collective."""
+        if self._pass_now is None:  # an evaluation begins anew
+            super().load_state_dict(state)
+        if "pass" not in state:
+            if state["given"] and not self._is_known:
+                self._warn("the checkpoint was written by an earlier version, which did not save the sampler")
+            return
+        epoch, number, before = state["epoch"], state["pass"], state.get("before", {})
+        write_states(self._units, before)
+        self._pass = _Pass(epoch, number, before, self._order(epoch, number))
+        if _digest_of(self._pass.order).hex() != state["order"]:
+            self._warn(f"it draws another order for epoch {epoch} than before the checkpoint")
+        write_states(self._units, state.get("now", {}))
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether the order depends on the seed and the epoch alone, as far as this is known."""
+        return type(self._units) in _OF_TORCH and not states_of(self._units)
+
+    def _warn(self, reason: str) -> None:
+        if self._strategy.is_chief:
+            warnings.warn(
+                f"the {self._name} after this resume may not be those of a training without a stop, because of "
+                f"{type(self._units).__name__}: {reason}; use the data and seeds of that training, and keep the random "
+                "state of a sampler in a generator of PyTorch, NumPy or Python that is its attribute, or give it "
+                "state_dict and load_state_dict",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _order(self, epoch: int, number: int) -> list[object]:
+        """Return the units of a pass in order. Collective."""
         set_epoch = getattr(self._units, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
-        with drawing_all_from(seed_of(self._seed, _NOBODY, epoch, _OF_ORDER + again), _HOST):
+        with drawing_all_from(seed_of(self._seed, _NOBODY, epoch, _OF_ORDER + number), _HOST):
             order = list(self._units)
         if len(order) < self._deal.length:
             raise StrategyError(
                 f"{type(self._units).__name__} gave {len(order)} of {self._deal.length} {self._name}; its length must "
                 "be the number that an iteration gives"
             )
-        digest = np.frombuffer(hashlib.blake2b(repr(order).encode(), digest_size=16).digest(), np.int64).copy()
+        digest = np.frombuffer(_digest_of(order), np.int64).copy()
         found = self._strategy.communicator.all_gather(digest, name="order of an epoch's rows")
         if (found != found[0]).any():
             others = np.flatnonzero((found != found[0]).any(axis=1)).tolist()
@@ -248,24 +347,28 @@ class DealtLoader(ReplicaLoader):
     def _name(self) -> str:
         return "rows" if self._has_rows else "batches"
 
-    def _begin(self, replica: int, epoch: int, again: int, order: Sequence[object], start: int) -> Iterator[Batch]:
+    def _begin(self, replica: int, begun: _Pass, start: int) -> Iterator[Batch]:
         loader, deal = self._loaders[replica], self._deal
         planned = []
         for step in range(start, deal.steps):
-            chosen = [order[place] for place in deal.positions(step, replica)]
+            chosen = [begun.order[place] for place in deal.positions(step, replica)]
             if chosen:
                 units = chosen if self._has_rows else cast(list[object], chosen[0])
-                planned.append(_Units(units, self._seed_of(replica, epoch, again, step)))
+                planned.append(_Units(units, self._seed_of(replica, begun, step)))
         loader.batch_sampler.now = planned  # type: ignore[union-attr, unused-ignore]
-        loader.generator.manual_seed(seed_of(self._seed, replica, epoch, _OF_WORKERS + again))
+        loader.generator.manual_seed(seed_of(self._seed, replica, begun.epoch, _OF_WORKERS + begun.number))
         return iter(loader)
 
-    def _next(self, iterator: Iterator[Batch], replica: int, epoch: int, again: int, step: int) -> Batch:
-        with drawing_all_from(self._seed_of(replica, epoch, again, step), _HOST, replica):
+    def _next(self, iterator: Iterator[Batch], replica: int, begun: _Pass, step: int) -> Batch:
+        with drawing_all_from(self._seed_of(replica, begun, step), _HOST, replica):
             return next(iterator)
 
-    def _seed_of(self, replica: int, epoch: int, again: int, step: int) -> int:
-        return seed_of(self._seed, replica, epoch, (again << 32) + step)
+    def _seed_of(self, replica: int, begun: _Pass, step: int) -> int:
+        return seed_of(self._seed, replica, begun.epoch, (begun.number << 32) + step)
+
+
+def _digest_of(order: Sequence[object]) -> bytes:
+    return hashlib.blake2b(repr(order).encode(), digest_size=16).digest()
 
 
 def _units_of(loader: DataLoader[object]) -> tuple[Iterable[object], int]:
@@ -327,7 +430,7 @@ class CutLoader(ReplicaLoader):
         return len(self._source)
 
     @override
-    def read(self, epoch: int, start: int) -> Iterator[ReplicaBatches]:
+    def read(self, epoch: int, start: int, continues: bool) -> Iterator[ReplicaBatches]:
         local = self._strategy.local_replicas
         for batch in self._batches(epoch, start):
             yield ReplicaBatches(dict(zip(local, parts_of(batch, len(local)), strict=True)))
@@ -344,14 +447,16 @@ class CutLoader(ReplicaLoader):
                 yield batch
 
 
-def dealt(loader: object, strategy: Strategy, seed: int, *, is_training: bool, injects: bool) -> ReplicaLoader:
+def dealt(
+    loader: object, strategy: Strategy, seed: int, *, pass_now: Callable[[], int] | None, injects: bool
+) -> ReplicaLoader:
     """Return a loader of `ReplicaBatches` for a loader of the program.
 
     Args:
         loader: The program's loader.
         strategy: The strategy whose replicas read.
         seed: See `DealtLoader`.
-        is_training: See `Deal`.
+        pass_now: See `DealtLoader`.
         injects: The `use_distributed_sampler` of Lightning's Trainer.
 
     Raises:
@@ -360,7 +465,7 @@ def dealt(loader: object, strategy: Strategy, seed: int, *, is_training: bool, i
     is_ours = isinstance(loader, DistributedDataset)
     has_ours = isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler)
     if is_ours or has_ours:
-        _refuse_cut(loader, is_training)
+        _refuse_cut(loader, is_training=pass_now is None)
         return CutLoader(loader, strategy)  # type: ignore[arg-type, unused-ignore]
     if not isinstance(loader, DataLoader):
         raise StrategyError(
@@ -373,10 +478,10 @@ def dealt(loader: object, strategy: Strategy, seed: int, *, is_training: bool, i
             "rows to replicas, which are no processes; leave it out, or give the DataLoader a "
             "strategies.torch.DistributedSampler"
         )
-    return DealtLoader(loader, strategy, seed, is_training)
+    return DealtLoader(loader, strategy, seed, pass_now)
 
 
-def _refuse_cut(loader: object, is_training: bool) -> None:
+def _refuse_cut(loader: object, *, is_training: bool) -> None:
     """Raise if the batches of an instance are not one micro-batch of each replica in training."""
     if not is_training:
         raise StrategyError(

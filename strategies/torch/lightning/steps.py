@@ -40,6 +40,7 @@ class ReplicaSteps:
 
     Attributes:
         is_running: Whether a replica runs the module's code.
+        steps_before: The `steps_made` when the last batch began.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class ReplicaSteps:
         self._model: DistributedModel | None = None
         self._redirected = _ForwardRedirection()
         self._batches = 0  # the number of batches since a loop began
+        self.steps_before = steps_made
         self._means: Sequence[torch.Tensor | None] = ()
         self._metrics: MetricStates | None = None
         self._attributes: AttributeStates | None = None
@@ -108,6 +110,7 @@ class ReplicaSteps:
     def next_batch(self) -> None:
         """Count a batch of all replicas."""
         self._batches += 1
+        self.steps_before = self.steps_made
 
     def _drawing(self, replica: int, purpose: int) -> AbstractContextManager[None]:
         place = _OUTSIDE + (self._batches << 2) + purpose

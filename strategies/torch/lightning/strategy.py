@@ -23,6 +23,7 @@ from strategies.errors import StrategyError
 from strategies.job_strategies import PopDistStrategy
 from strategies.strategy import Strategy, get_strategy
 from strategies.torch.lightning.environment import PopDistEnvironment
+from strategies.torch.lightning.loop_place import ResumedPlace, is_in_batch, place_of
 from strategies.torch.lightning.objects import broadcast_object, gather_objects
 from strategies.torch.lightning.replica_batches import ReplicaBatches, by_replica, is_dealt
 from strategies.torch.lightning.replica_loader import ReplicaLoader, dealt
@@ -92,6 +93,7 @@ class PopDistLightningStrategy(ParallelStrategy):
         self._given_seed, self._options = seed, options
         self._injects: bool | None = None  # the Trainer's use_distributed_sampler
         self._steps: ReplicaSteps | None = None
+        self._place: ResumedPlace | None = None
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -218,8 +220,24 @@ class PopDistLightningStrategy(ParallelStrategy):
         Raises:
             StrategyError: If the rows cannot be dealt to replicas.
         """
-        is_training = bool(self._module.trainer.training)
-        return dealt(dataloader, self.strategy, self._seed, is_training=is_training, injects=self._injects is not False)
+        trainer = self._module.trainer
+        is_training = bool(trainer.training)
+        loader = dealt(
+            dataloader,
+            self.strategy,
+            self._seed,
+            pass_now=None if is_training else self._evaluation_now,
+            injects=self._injects is not False,
+        )
+        if trainer.state.fn == TrainerFn.FITTING and self._place is not None:
+            state = self._place.state_of_loader(is_training)
+            if state is not None and not (is_training and trainer.fit_loop.restarting):  # Lightning loads it then
+                loader.load_state_dict(state)
+        return loader
+
+    def _evaluation_now(self) -> int:
+        """Return the number of steps made; -1 for the sanity check."""
+        return -1 if self._module.trainer.sanity_checking else self._running.steps_made
 
     @override
     def batch_to_device(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Batch:
@@ -233,7 +251,14 @@ class PopDistLightningStrategy(ParallelStrategy):
     def _begin_loop(self) -> None:
         self._running.begin_loop()
 
-    on_train_start = on_validation_start = on_test_start = on_predict_start = _begin_loop
+    on_validation_start = on_test_start = on_predict_start = _begin_loop
+
+    @override
+    def on_train_start(self) -> None:
+        self._begin_loop()
+        if self._place is not None:
+            self._place.enter(self._module.trainer)
+            self._place = None
 
     # ---- steps
 
@@ -380,8 +405,14 @@ class PopDistLightningStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Tree], filepath: Path | str, storage_options: object = None
     ) -> None:
-        """Write a checkpoint on instance 0. It does not depend on the number of instances."""
-        checkpoint[_KEY] = {"replicas": self.strategy.num_replicas_in_sync, "steps": self._running.steps_made}
+        """Write a checkpoint on instance 0. It does not depend on the number of instances. Collective."""
+        state = {"replicas": self.strategy.num_replicas_in_sync, "steps": self._running.steps_made}
+        trainer = self._module.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            if is_in_batch(trainer):
+                state["steps"] = self._running.steps_before
+            state["place"] = place_of(trainer)
+        checkpoint[_KEY] = state
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -403,12 +434,15 @@ class PopDistLightningStrategy(ParallelStrategy):
             raise found
         state = found.get(_KEY, {}) if isinstance(found, Mapping) else {}
         replicas = self.strategy.num_replicas_in_sync
-        if self._module.trainer.state.fn == TrainerFn.FITTING and state.get("replicas", replicas) != replicas:
+        is_fitting = self._module.trainer.state.fn == TrainerFn.FITTING
+        if is_fitting and state.get("replicas", replicas) != replicas:
             raise StrategyError(
                 f"the checkpoint {checkpoint_path} is of a training with {state['replicas']} replicas, and this job "
                 f"has {replicas}; give poprun --num-replicas {state['replicas']}, or begin a new training with its "
                 "weights"
             )
+        if is_fitting:
+            self._place = ResumedPlace(found, state.get("place", {}))
         self._running.steps_made = state.get("steps", found.get("global_step", 0))
         return dict(found)
 

@@ -39,9 +39,15 @@ def refuse_others(tensors: Sequence[torch.Tensor]) -> None:
         is_dense = tensor.layout is torch.strided
         if tensor.device.type != "cpu" or not is_dense or tensor.is_quantized:
             kind = "quantized " if tensor.is_quantized else "" if is_dense else "sparse "
+            way_out = (
+                "move it with tensor.cpu(), or make a group of another backend for it: new_group(backend='nccl')"
+                if tensor.device.type != "cpu"
+                else "give tensor.dequantize()"
+                if tensor.is_quantized
+                else "give tensor.to_dense(), or make an embedding with sparse=False"
+            )
             raise UnsupportedBufferError(
-                f"the backend popdist takes dense tensors on the CPU, not a {kind}tensor on {tensor.device}; move it "
-                "with tensor.cpu(), or make a group of another backend for it: new_group(backend='nccl')"
+                f"the backend popdist takes dense tensors on the CPU, not a {kind}tensor on {tensor.device}; {way_out}"
             )
 
 

@@ -350,6 +350,7 @@ class PopDistProcessGroup(RankedGroup):
         return self._message(tensors[0], "recv", None, tag)
 
     def _message(self, tensor: torch.Tensor, verb: str, other: int | None, tag: int) -> GroupWork:
+        self._communicator.refuse_in_child()
         arrays.refuse_others([tensor])
         if other == self.rank():
             raise ValueError(f"rank {other} cannot {verb} to or from itself; copy the tensor")
@@ -389,6 +390,8 @@ class PopDistProcessGroup(RankedGroup):
 
         While an exception is being handled, or after another rank has done this too early, wait for nobody.
         """
+        if self._communicator.is_inherited:
+            return  # a forked child leaves the group to its parent
         if sys.exc_info()[0] is None and not self._is_left:
             try:
                 self.drain()
@@ -400,7 +403,8 @@ class PopDistProcessGroup(RankedGroup):
 
     def abort(self) -> None:
         """Release all resources without waiting for other ranks."""
-        self._release()
+        if not self._communicator.is_inherited:
+            self._release()
 
     def _release(self) -> None:
         self._queue.close()
@@ -416,6 +420,7 @@ class PopDistProcessGroup(RankedGroup):
         self, title: str, action: Callable[[], None], tensors: Tensors, opts: object, results: int | None = None
     ) -> GroupWork:
         """Begin an operation; the first `results` of the tensors, by default all, hold its result."""
+        self._communicator.refuse_in_child()
         arrays.refuse_others(tensors)
         is_async = bool(getattr(opts, "asyncOp", True))
         timeout = getattr(opts, "timeout", NO_LIMIT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import weakref
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import torch.distributed as dist
 
+from collectives import forks
 from popdist.errors import LifeCycleError
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ def make_group(options: _DistributedBackendOptions, _: object) -> PopDistProcess
     if options.timeout != dist.constants.default_pg_timeout:
         communicator.limit_waits(options.timeout.total_seconds())
     if not _groups:
-        atexit.unregister(_drain_all)  # handlers run in reverse order, and this one has to run before popdist's
-        atexit.register(_drain_all)
+        forks.not_at_exit(_drain_all)  # handlers run in reverse order, and this one has to run before popdist's
+        forks.at_exit(_drain_all)
     group = PopDistProcessGroup(communicator, f"{NAME} {options.group_id}")
     _groups.add(group)
     return group

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import Work
 from typing_extensions import override
 
-from collectives import CollectiveTimeoutError
+from collectives import CollectiveTimeoutError, forks
 
 NO_LIMIT = timedelta(0)
 
@@ -32,6 +32,7 @@ class GroupWork(Work):
         self._results = results
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        self._made_in = forks.generation
         self._error: BaseException | None = None
         self._source: int | None = None
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
@@ -63,6 +64,7 @@ class GroupWork(Work):
             CollectiveError: The errors of the collective.
             CollectiveTimeoutError: The operation has not ended after `timeout`; it goes on.
         """
+        forks.refuse_in_child(self._made_in, "the process that has begun the operation")
         if not self._ended.wait(timeout.total_seconds() if timeout > NO_LIMIT else None):
             raise CollectiveTimeoutError(
                 f"{self.title} has not ended after the timeout of {timeout.total_seconds():g} s that wait was given; "

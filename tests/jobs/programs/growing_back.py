@@ -44,6 +44,7 @@ class Sums:
         """Let instances with more steps tell the others their sum."""
         found = popdist.communicator().all_gather(np.array([float(self.step), self.total]), name="sums")
         self.step, self.total = int(found[:, 0].max()), float(found[found[:, 0].argmax(), 1])
+        spares.takes_values()
 
     def add(self):
         mine = np.array([sum((self.step + 1.0) * (replica + 1) for replica in popdist.instance().local_replica_range)])

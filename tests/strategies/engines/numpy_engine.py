@@ -48,7 +48,7 @@ class NumpyOptions:
     def rules(self) -> StepRules[TrainState]:
         """The rules of the loop's steps."""
         own_part = "sharded optimizer state" if self.replicated_optimizer_state_sharding else None
-        return StepRules(self.digest_every, own_part, flipped, lambda batch: len(batch["x"]))
+        return StepRules(self.digest_every, self.check_numerics, own_part, flipped, lambda batch: len(batch["x"]))
 
 
 @dataclass

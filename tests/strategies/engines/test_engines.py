@@ -183,11 +183,11 @@ def raising_once():
     return before_loss
 
 
-def spoilt(strategy, batch, number):
+def spoilt(strategy, batch, number, part="x"):
     """Return the batch with a number put into the rows of one replica."""
     batch = copied(batch)
     if SPOILT in strategy.local_replicas:
-        batch["x"][strategy.local_replicas.index(SPOILT) * BATCH_SIZE + 1, 0] = number
+        batch[part][strategy.local_replicas.index(SPOILT) * BATCH_SIZE + 1, 0] = number
     return batch
 
 
@@ -211,16 +211,25 @@ def test_a_step_can_be_repeated_after_an_error_of_the_loss_function(row, on_all)
     assert on_all(lambda strategy: function(strategy, before_loss=raising_once())) == expected
 
 
+NOT_FINITE = {
+    "gradient": (np.nan, "x", r"the gradient of .* is not finite at step 1"),
+    "loss": (1e25, "y", "the mean loss over all replicas is inf at step 1, but its gradients are finite"),
+}
+
+
 @EVERY
-def test_a_gradient_that_is_not_finite_is_refused_on_all_instances(row, on_all):
+@pytest.mark.parametrize("what", NOT_FINITE)
+def test_a_gradient_or_loss_that_is_not_finite_is_refused_on_all_instances(row, what, on_all):
+    number, part, message = NOT_FINITE[what]
+
     def function(strategy, is_spoilt=True):
         with row.training(strategy, check_numerics=True) as training:
             first, *others = batches(strategy)
             training.step(first)
             before = training.bits
             if is_spoilt:
-                with pytest.raises(NonFiniteGradientError, match="is not finite at step 1"):
-                    training.step(spoilt(strategy, others[0], np.nan))
+                with pytest.raises(NonFiniteGradientError, match=message):
+                    training.step(spoilt(strategy, others[0], number, part))
             assert training.bits == before
             return steps(strategy, training, others)
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import random
+import warnings
 
 import pytest
 
@@ -17,7 +19,15 @@ from lightning_fabric.utilities.rank_zero import rank_zero_only as of_fabric
 from lightning_modules import ROWS, Noisy, Regression, bits, fitted, loader, rows_of, trainer_of
 from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint, ModelSummary
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection, MinMaxMetric, SpearmanCorrCoef
 
 import strategies
@@ -375,6 +385,233 @@ def test_a_checkpoint_of_other_replicas_is_refused(tmp_path):
     assert trainer_of(strategies.IPUStrategy(4)).validate(
         Regression(), loader(), ckpt_path=tmp_path / "two.ckpt", verbose=False
     )
+
+
+class Saves(pl.Callback):
+    """A callback that saves a checkpoint in chosen hooks, each in a file `HOOK-STEP.ckpt`."""
+
+    def __init__(self, folder, *places):
+        self.folder, self.places = folder, places
+
+    def save(self, hook, trainer, *arguments):
+        if f"{hook}-{trainer.global_step}" in self.places and not trainer.sanity_checking:
+            trainer.save_checkpoint(self.folder / f"{hook}-{trainer.global_step}.ckpt")
+
+    def on_train_batch_start(self, *arguments):
+        self.save("on_train_batch_start", *arguments)
+
+    def on_train_batch_end(self, *arguments):
+        self.save("on_train_batch_end", *arguments)
+
+    def on_validation_batch_end(self, *arguments):
+        self.save("on_validation_batch_end", *arguments)
+
+    def on_validation_end(self, *arguments):
+        self.save("on_validation_end", *arguments)
+
+    def on_train_epoch_end(self, *arguments):
+        self.save("on_train_epoch_end", *arguments)
+
+
+class Shuffles(Sampler):
+    """A sampler whose order depends on the passes before, in one of several ways."""
+
+    def __init__(self, kind, rows=ROWS):
+        self.rows = rows
+        generator = np.random.RandomState(7) if kind == "legacy" else np.random.default_rng(7)
+        self.draw = lambda: generator.permutation(rows)
+        if kind != "hidden":
+            self.generators = {"of_order": [generator]}
+
+    def __len__(self):
+        return self.rows
+
+    def __iter__(self):
+        return iter(self.draw().tolist())
+
+
+class Buckets(BatchSampler):
+    """A batch sampler that shuffles its batches; its sampler has a generator, too."""
+
+    def __init__(self):
+        super().__init__(RandomSampler(range(ROWS), generator=torch.Generator().manual_seed(4)), 3, drop_last=False)
+        self.random = random.Random(5)
+
+    def __iter__(self):
+        batches = list(super().__iter__())
+        self.random.shuffle(batches)
+        return iter(batches)
+
+
+class Counts(Shuffles):
+    """A sampler that offers its state, as those of torchdata do."""
+
+    def __init__(self):
+        self.rows, self.passes = ROWS, 0
+
+    def draw(self):
+        self.passes += 1
+        return np.random.default_rng(self.passes).permutation(ROWS)
+
+    def state_dict(self):
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state):
+        self.passes = state["passes"]
+
+
+class TwoLoaders(Line):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch["long"]) + self.loss(batch["short"])
+
+
+ORDERS = {
+    "a generator": lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(9)),
+    "a sampler with a generator of NumPy": lambda: loader(sampler=Shuffles("numpy")),
+    "a sampler with an old generator of NumPy": lambda: loader(sampler=Shuffles("legacy")),
+    "a batch sampler": lambda: DataLoader(rows_of(), batch_sampler=Buckets()),
+    "a sampler with a state": lambda: loader(sampler=Counts()),
+    "a second pass of a shorter loader": lambda: {"long": loader(shuffle=True), "short": loader(Noisy(15))},
+}
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+def test_a_resume_reads_the_rows_of_a_training_without_a_stop(kind, tmp_path):
+    """From the middle of the second epoch, and from its end; a second resume begins with a checkpoint of the first."""
+
+    def train(*saves, **options):
+        module = TwoLoaders() if "short" in kind else Line()
+        callbacks = [Saves(tmp_path, *saves)]
+        trainer = trainer_of(strategies.IPUStrategy(2), max_epochs=4, callbacks=callbacks)
+        trainer.fit(module, ORDERS[kind](), **options)
+        return bits(module)
+
+    places = ["on_train_batch_end-7", "on_train_epoch_end-10"]
+    whole = train(*places)
+    for place, later in zip(places, [["on_train_batch_end-9"], []], strict=True):
+        assert train(*later, ckpt_path=tmp_path / f"{place}.ckpt") == whole
+    assert train(ckpt_path=tmp_path / "on_train_batch_end-9.ckpt") == whole
+
+
+def test_a_resume_on_other_instances_reads_the_same_rows(on_instances, tmp_path):
+    def train(strategy, *saves, **options):
+        module = Line()
+        trainer = trainer_of(strategy, max_epochs=3, callbacks=[Saves(tmp_path, *saves)])
+        trainer.fit(module, ORDERS["a generator"](), **options)
+        return bits(module)
+
+    whole = same(on_instances(2, 2, lambda strategy: train(strategy, "on_train_batch_end-7")))
+    path = tmp_path / "on_train_batch_end-7.ckpt"
+    for instances in (1, 2):
+        assert same(on_instances(instances, 2, lambda strategy: train(strategy, ckpt_path=path))) == whole
+
+
+def test_a_sampler_whose_state_cannot_be_saved_is_named_at_a_resume(tmp_path):
+    def train(*saves, **options):
+        module = Line()
+        trainer = trainer_of(strategies.IPUStrategy(2), max_epochs=3, callbacks=[Saves(tmp_path, *saves)])
+        trainer.fit(module, loader(sampler=Shuffles("hidden")), **options)
+        return bits(module)
+
+    places = ["on_train_batch_end-2", "on_train_batch_end-7", "on_train_epoch_end-10"]
+    whole = train(*places)
+    assert train(ckpt_path=tmp_path / "on_train_batch_end-2.ckpt") == whole
+    match = "because of Shuffles: it draws another order for epoch 1 .*give it state_dict and load_state_dict"
+    for place in places[1:]:
+        with pytest.warns(UserWarning, match=match):
+            train(ckpt_path=tmp_path / f"{place}.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("made", "warns"), [(lambda: loader(shuffle=True), False), (ORDERS["a generator"], True)], ids=["known", "own"]
+)
+def test_checkpoints_of_version_0_1_go_on(made, warns, tmp_path):
+    """They have no states of samplers."""
+
+    def train(*saves, **options):
+        module = Line()
+        trainer = trainer_of(strategies.IPUStrategy(2), callbacks=[Saves(tmp_path, *saves)])
+        trainer.fit(module, made(), **options)
+        return bits(module)
+
+    whole, path = train("on_train_batch_end-7"), tmp_path / "on_train_batch_end-7.ckpt"
+    old = torch.load(path, weights_only=True)
+    del old["popdist"]["place"]
+    old["loops"]["fit_loop"]["state_dict"]["combined_loader"] = [{"epoch": 1, "given": 2}]
+    torch.save(old, path)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert (train(ckpt_path=path) == whole) != warns
+    assert any("RandomSampler: the checkpoint was written by an earlier" in str(one.message) for one in seen) == warns
+
+
+class Plateau(Line):
+    """A module whose learning rate depends on the loss of the validation, and whose hook draws random numbers."""
+
+    def __init__(self, interval, monitor="val_loss"):
+        super().__init__()
+        self.interval, self.monitor = interval, monitor
+
+    def on_train_batch_start(self, batch, batch_idx):
+        with torch.no_grad():
+            self.net.bias.add_(0.01 * torch.rand(1))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.2)
+        options = {"monitor": self.monitor, "interval": self.interval, "strict": False}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **options}}
+
+
+def rates(folder, saves, module, validation=None, ckpt_path=None, **options):
+    """Return the bits and the learning rate after a training of three epochs of five batches."""
+    torch.manual_seed(3)
+    trainer = trainer_of(strategies.IPUStrategy(2), max_epochs=3, callbacks=[Saves(folder, *saves)], **options)
+    trainer.fit(module, loader(shuffle=True), validation, ckpt_path=ckpt_path)
+    return bits(module), trainer.optimizers[0].param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.complete)])
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_validations_after_a_resume_draw_and_count_as_without_a_stop(interval, workers, tmp_path):
+    """Lightning itself skips a validation that is due at a checkpoint, and updates of ReduceLROnPlateau."""
+
+    def train(*saves, **resume):
+        own = torch.Generator().manual_seed(6)
+        validation = loader(Noisy(10), shuffle=True, generator=own, num_workers=workers)
+        options = {"val_check_interval": 2, "limit_val_batches": 1}
+        return rates(tmp_path, saves, Plateau(interval), validation, **options, **resume)
+
+    places = [
+        *("on_train_batch_end-6", "on_train_batch_end-7", "on_validation_batch_end-7", "on_validation_end-7"),
+        *("on_train_batch_end-10", "on_train_epoch_end-10"),
+    ]
+    whole = train(*places)
+    assert whole[1] < 0.1
+    assert {place: train(ckpt_path=tmp_path / f"{place}.ckpt") for place in places} == dict.fromkeys(places, whole)
+
+
+def test_gradients_that_wait_for_further_batches_are_saved(tmp_path):
+    def train(*saves, **resume):
+        return rates(tmp_path, saves, Plateau("step", "train_loss_step"), accumulate_grad_batches=2, **resume)
+
+    place = "on_train_batch_end-3"  # after the first step of the second epoch, and once more after its next batch
+    assert train(ckpt_path=None) == (whole := train(place))
+    assert train(ckpt_path=tmp_path / f"{place}.ckpt") == whole
+    assert "gradients" in torch.load(tmp_path / f"{place}.ckpt", weights_only=True)["popdist"]["place"]
+
+
+@pytest.mark.parametrize(
+    ("place", "match"),
+    [
+        ("on_train_batch_start-7", "written in batch 2 of epoch 1, which begins again"),
+        ("on_train_batch_end-7", "ReduceLROnPlateau depends on train_loss_epoch, a value over a whole epoch"),
+    ],
+)
+def test_a_resume_names_what_cannot_be_restored(place, match, tmp_path):
+    rates(tmp_path, [place], Plateau("epoch", "train_loss_epoch"))
+    with pytest.warns(UserWarning, match=match):
+        rates(tmp_path, [], Plateau("epoch", "train_loss_epoch"), ckpt_path=tmp_path / f"{place}.ckpt")
 
 
 # ---- data

@@ -474,7 +474,7 @@ def test_a_lost_rank_ends_the_waits_of_the_others():
     ("tensor", "words"),
     [
         (torch.ones(2, device="meta"), "takes dense tensors on the CPU, not a tensor on meta; move it with tensor.cpu"),
-        (torch.ones(2).to_sparse(), "not a sparse tensor on cpu"),
+        (torch.ones(2).to_sparse(), r"not a sparse tensor on cpu; give tensor.to_dense\(\)"),
         (AsyncCollectiveTensor(torch.ones(2)), "plain tensors, not AsyncCollectiveTensor, which wraps another one"),
         (torch.ones(2).to(torch.float8_e4m3fn), "cannot reduce torch.float8_e4m3fn; convert it"),
     ],
@@ -495,7 +495,7 @@ def test_quantized_tensors_are_refused_because_their_scales_would_not_move():
     tensor = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
 
     def program(group):
-        with pytest.raises(UnsupportedBufferError, match="not a quantized tensor on cpu"):
+        with pytest.raises(UnsupportedBufferError, match=r"not a quantized tensor on cpu; give tensor.dequantize\(\)"):
             dist.broadcast(tensor, group_src=0, group=group)
 
     on_ranks(2, program)

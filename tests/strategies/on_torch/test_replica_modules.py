@@ -448,6 +448,17 @@ class TestOtherModules:
         with pytest.raises(StrategyError, match="forward pass of a replica has replaced, added or removed seen,"):
             new_trainer(Empties()).step(rows())
 
+    @pytest.mark.parametrize("is_late", [False, True])
+    def test_an_attribute_that_cannot_be_copied_is_named(self, is_late):
+        module = nn.Sequential(nn.Flatten(), nn.Linear(64, 5))
+        trainer = new_trainer(module)
+        if is_late:
+            trainer.step(rows())
+        module[1].guard = threading.Lock()
+        name = "guard" if is_late else "its attribute 1.guard"
+        with pytest.raises(TypeError, match=rf"cannot be copied for a replica: {name}: cannot pickle '_thread.lock'"):
+            trainer.step(rows())
+
     def test_a_module_that_is_its_own_copy_is_refused(self):
         class Single(nn.Linear):
             def __deepcopy__(self, memo):

@@ -196,3 +196,25 @@ def test_a_tensor_learning_rate_is_restored_in_place():
     set_numbers(optimizer, numbers)
     assert optimizer.param_groups[0]["lr"] is rate
     assert rate.item() == 0.25
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_transfer_dtype": "int8"}])
+def test_a_module_made_in_another_order_is_refused_by_name(tmp_path, options):
+    """Checkpoints number the optimizer's state, so moments of equal shapes would be swapped."""
+
+    def run(names):
+        strategy = strategies.IPUStrategy(2)
+        module = torch.nn.ModuleDict({name: torch.nn.Linear(8, 1) for name in names})
+        adam = torch.optim.Adam(sorted(module.named_parameters()) if options else module.parameters())
+        loss = lambda module, x: sum(one(x).square().mean() for one in module.values())  # noqa: E731
+        trainer = strategies.torch.Trainer(strategy, module, loss, adam, **options)
+        with Checkpoints(tmp_path, trainer) as checkpoints:
+            trainer.restore(checkpoints)
+            trainer.step(data()["x"][:4, 0])
+            checkpoints.save(trainer.state)
+        trainer.close()
+
+    run("ab")
+    run("ab")
+    with pytest.raises(CheckpointError, match=r"in another order .*: number \d is a.weight there, and b.weight here"):
+        run("ba")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
 import torch
+import torch.optim.optimizer as of_torch
 from torch import nn
 from torch_modules import data, sgd_trainer
 
@@ -108,6 +110,45 @@ def test_an_added_group_is_trained_or_refused_if_the_state_is_sharded():
     assert not add()
     with pytest.raises(StrategyError, match=r"groups have other parameters .*; make another optimizer and Trainer"):
         add(replicated_optimizer_state_sharding=True)
+
+
+def clipping(optimizer, arguments, named):
+    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda optimizer: optimizer.register_step_pre_hook(clipping),
+        lambda optimizer: optimizer.register_step_post_hook(clipping),
+        lambda optimizer: of_torch.register_optimizer_step_pre_hook(clipping),
+        lambda optimizer: of_torch.register_optimizer_step_post_hook(clipping),
+    ],
+)
+def test_step_hooks_are_refused_if_the_state_is_sharded(register, is_early):
+    """They would clip by the norm of an instance's parts. Hooks of PyTorch's profiler and of this project stay."""
+    assert torch.profiler  # its import registers a hook
+    module = new_branches()
+    optimizer, handles = torch.optim.SGD(module.parameters(), 0.05), []
+
+    def train():
+        if is_early:
+            handles.append(register(optimizer))
+        trainer = strategies.torch.Trainer(
+            strategies.IPUStrategy(2), module, loss_fn, optimizer, replicated_optimizer_state_sharding=True
+        )
+        with contextlib.closing(trainer):
+            trainer.step({"x": data()["x"][:4]})
+            handles.append(register(optimizer))
+            trainer.step({"x": data()["x"][:4]})
+
+    try:
+        with pytest.raises(StrategyError, match="the step hook clipping .* would see parts .*; remove the hook"):
+            train()
+    finally:
+        [one.remove() for one in handles]
+    assert len(handles) == 1  # at the Trainer, or at the first step with the hook
 
 
 def test_a_whole_update_takes_no_gradient_of_the_step_before():

@@ -265,13 +265,14 @@ def trained(strategy, steps):
 
 def steps(strategy, last="0", waiting=""):
     """Train to a step, or forever with 0; the returned state is always a complete one."""
+    waits = waiting == str(strategy.instance_index)  # a survivor gets the number of a lost worker
     trainer, state = begin(strategy)
     try:
         for batch in batches(strategy):
             state, _ = trainer.step(state, batch)
             if state.step == SAYS_SO_AT_STEP:
                 print(f"step {state.step}", flush=True)
-                if waiting == str(strategy.instance_index):
+                if waits:
                     sys.stdin.readline()
             if state.step == int(last):
                 break
