@@ -41,12 +41,17 @@ class Recovery:
         self._reported: set[int] = set()
 
     def beat(self) -> bytes:
-        """Return the next beat to the other workers: the view of this worker, unless nothing has happened yet."""
+        """Return the next beat to the other workers: the view of a member, or the progress of one that may join."""
+        if self.agreement.is_member:
+            return self.encoded_view
+        is_ready = self.has_read and all(peer.is_connected for peer in self._node.awaited)
+        return b"%s%d" % (READY, self.has_read) if is_ready else b""
+
+    @property
+    def encoded_view(self) -> bytes:
+        """The view of this worker; empty if it is no member, or if nothing has happened yet."""
         view = self.agreement.view
-        if not self.agreement.is_member:
-            is_ready = self.has_read and all(peer.is_connected for peer in self._node.awaited)
-            return b"%s%d" % (READY, self.has_read) if is_ready else b""
-        return view.encode() if view.epoch or view.is_changing else b""
+        return view.encode() if self.agreement.is_member and (view.epoch or view.is_changing) else b""
 
     def lose(self, peer: Peer, why: str) -> None:
         """Give up a worker; the caller holds the lock."""
