@@ -42,10 +42,10 @@ def is_waiting() -> bool:
 
 
 def may_join(has_read: int) -> None:
-    """Tell the other workers how many entries this one has read, if it was started again, and that no others are here.
+    """If this worker was started again, tell the others that it has read all entries that have come.
 
     Args:
-        has_read: The number of entries.
+        has_read: The number of these entries.
     """
     if is_waiting():
         _grpc().may_join(process.alone, has_read)
@@ -105,7 +105,7 @@ def end() -> None:
     if is_waiting():
         logger.warning(
             "the others have finished before this worker had caught up with them, so it has not joined; it catches up "
-            "faster, the less the program does between two steps"
+            "faster if the program does less between two steps"
         )
     elif process.journal is not None and process.role is Role.ACTIVE:
         feed()

@@ -111,7 +111,7 @@ class Recovery:
             node.tell_change()
 
     def let_join(self, entries: int) -> None:
-        """Let the worker that waits join, if this one brings it up, and if it has read so many results."""
+        """Let the waiting worker join if this worker feeds it, and if it has read `entries` results."""
         node = self._node
         with node.changed:
             view, joiner = self.agreement.view, self.joiner
@@ -128,7 +128,7 @@ class Recovery:
                 self._joining = {rank: first for rank, first in self._joining.items() if first > epoch}
 
     def give_up_joining(self) -> bool:
-        """Give up the workers that are about to join, as a wait has lasted for `timeout_s`; return whether any are."""
+        """Give up the workers that are about to join, after a wait of `timeout_s`; return whether there were any."""
         node = self._node
         with node.changed:
             late = [node.peers[rank] for rank in self._joining.keys() & self.agreement.view.alive - {node.rank}]

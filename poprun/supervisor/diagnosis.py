@@ -483,7 +483,7 @@ class LastLines:
 
 
 class InterruptedTraces:
-    """The tracebacks that instances write after Ctrl-C: those that follow from it are not shown.
+    """A filter for the tracebacks that instances write after Ctrl-C; it drops the ones that follow from Ctrl-C.
 
     From the first traceback on, an instance's standard error is held back until the instance has ended. A library may
     raise another exception from KeyboardInterrupt, for example while it is imported, or in a callback of XLA.
