@@ -86,7 +86,7 @@ def feed() -> None:
 
 
 def begin(may_change: bool) -> None:
-    """Begin an operation of the active workers; let a worker join that has read all entries that were passed on.
+    """Begin an operation of the active workers; let a worker join that has nearly caught up.
 
     Args:
         may_change: Whether the members may change in this operation, and in the one before, in which others may be.
@@ -96,13 +96,13 @@ def begin(may_change: bool) -> None:
         return
     grpc = _grpc()
     grpc.have_joined(communicator)
-    if may_change and _feeding is not None and (entries := _feeding[1].passed_on(1)):
+    if may_change and _feeding is not None and (entries := _feeding[1].passed_on_before(1)):
         grpc.let_join(communicator, entries)
 
 
 def end() -> None:
     """Tell a worker that still waits to join that the job ends; on that worker, tell the user."""
-    if is_waiting():
+    if process.role is Role.SPARE:
         logger.warning(
             "the others have finished before this worker had caught up with them, so it has not joined; it catches up "
             "faster if the program does less between two steps"

@@ -111,11 +111,11 @@ class Recovery:
             node.tell_change()
 
     def let_join(self, entries: int) -> None:
-        """Let the waiting worker join if this worker feeds it, and if it has read `entries` results."""
+        """Let the waiting worker join if this worker feeds it, and if it has read `entries` results at least."""
         node = self._node
         with node.changed:
             view, joiner = self.agreement.view, self.joiner
-            if joiner is not None and joiner.has_read == entries:
+            if joiner is not None and joiner.has_read >= entries:
                 self.agreement.admit(joiner.rank)
                 self.note()
         if self.agreement.view is not view:
