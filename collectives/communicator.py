@@ -434,7 +434,6 @@ class Communicator:
         """Refuse all calls from now on, because this process is a forked child; see `Belonging`."""
         self._state = error = forks.refusal(f"rank {self.rank} of {self.size}")
         self._lock = threading.Lock()
-        self._prepared.calls.clear()  # they would take the arrays of a call before `_run` refuses it
         if self.beside is not None:
             self.beside = RefusingLink(self.beside, error)
         if self.part is not None:

@@ -58,7 +58,8 @@ def test_a_function_of_a_test_has_the_same_bits_on_any_number_of_instances(insta
     plain = "" if instances == 1 else "<stdout>:"
     out = [f"{tag * bool(plain)}{plain}instance {index}" for index, tag in enumerate(tags)]
     assert sorted(shown.out.splitlines()) == out
-    assert sorted(shown.err.splitlines()) == [f"{tag}<stderr>:trouble" for tag in tags]
+    noted = [line for line in shown.err.splitlines() if " POPRUN [W] " not in line]  # there may be too few cores
+    assert sorted(noted) == [f"{tag}<stderr>:trouble" for tag in tags]
 
 
 # ---- from a script

@@ -39,7 +39,8 @@ def test_many_instances_writing_at_once_lose_and_tear_no_line(tmp_path):
     assert finished.status == 0
     assert len(finished.stdout.splitlines()) == instances * lines
     merged = (tmp_path / "out" / "merged.log").read_text().splitlines(keepends=True)
-    assert len(merged) == len(finished.stdout.splitlines()) + len(finished.stderr.splitlines())
+    notes = [line for line in finished.stderr.splitlines() if " POPRUN [W] " not in line]  # there are too few cores
+    assert len(merged) == len(finished.stdout.splitlines()) + len(notes)
     for rank in range(instances):
         written = "".join(f"{rank} {n:06d} {'x' * (n * 7 % 300)}\n" for n in range(lines))
         tag = f"[1,{rank}]<stdout>:"

@@ -25,6 +25,7 @@ _ADDING = {"add", "append", "extend"}
 _COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}
 _LOADS = {"LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR", "LOAD_METHOD"}
 _CLOCKS = {"time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time"}
+_GENERATORS = (np.random.default_rng, np.random.RandomState, random.Random)
 _NOW = {("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today"), ("date", "today")}
 
 
@@ -97,13 +98,13 @@ def _is_called(before: dis.Instruction | None, one: dis.Instruction) -> bool:
 def refuse_clocks(
     function: types.FunctionType, instructions: list[dis.Instruction], cells: Mapping[str, types.CellType]
 ) -> None:
-    """Refuse calls of clocks, and of the random number generators that all of Python shares.
+    """Refuse calls of clocks, of the generators that all of Python shares, and of new generators without a seed.
 
     Raises:
         RuntimeError: The function calls one of them.
     """
     value, name = None, ""
-    for one in instructions:
+    for place, one in enumerate(instructions):
         if one.opname == "LOAD_GLOBAL":
             value, name = function.__globals__.get(one.argval), one.argval
         elif one.opname == "LOAD_DEREF" and one.argval in cells:
@@ -113,7 +114,7 @@ def refuse_clocks(
             value, name = (getattr(value, one.argval, None) if is_open else None), f"{name}.{one.argval}"
         else:
             value = None
-        if value is not None and (what := _changing(value)):
+        if value is not None and (what := _changing(value) or _unseeded(value, instructions[place + 1 : place + 4])):
             raise RuntimeError(
                 f"{function.__qualname__} calls {name}, {what}, which would be read once, while the function is "
                 "compiled, and not in each run; pass the value as an argument, use jax.random with a key, or take "
@@ -129,6 +130,13 @@ def _changing(value: object) -> str | None:
     is_clock = getattr(value, "__module__", None) == "time" and name in _CLOCKS
     is_now = (getattr(owner, "__name__", ""), name) in _NOW
     return "the time" if isinstance(value, types.BuiltinFunctionType) and (is_clock or is_now) else None
+
+
+def _unseeded(value: object, after: Sequence[dis.Instruction]) -> str | None:
+    """Describe a generator that is made without a seed; return None for everything else."""
+    call = next((one for one in after if one.opname not in ("PRECALL", "PUSH_NULL")), None)
+    is_made = call is not None and call.opname == "CALL" and call.arg == 0
+    return "a generator without a seed" if is_made and any(value is made for made in _GENERATORS) else None
 
 
 def contents_of(cell: types.CellType) -> object:

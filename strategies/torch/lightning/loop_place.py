@@ -22,7 +22,7 @@ _LOADERS = "combined_loader"  # Lightning's key of the states of training loader
 
 def _of_process() -> dict[str, Tree]:
     """Return the generators from which hooks of modules and callbacks draw."""
-    return {"torch": torch.default_generator, "numpy": np.random.mtrand._rand, "python": random._inst}  # type: ignore[attr-defined]
+    return {"torch": torch.default_generator, "numpy": np.random.mtrand._rand, "python": random._inst}
 
 
 def is_in_batch(trainer: pl.Trainer) -> bool:
@@ -142,11 +142,11 @@ def _end_batch_first(loop: Any, is_validated: bool) -> None:
 
 
 def _warn_of_means(trainer: pl.Trainer, means: Any) -> None:
-    users = {getattr(one, "monitor", None): type(one).__name__ for one in trainer.callbacks}  # type: ignore[attr-defined]
+    users = {getattr(one, "monitor", None): type(one).__name__ for one in trainer.callbacks}
     users |= {
         one.monitor: type(one.scheduler).__name__ for one in trainer.lr_scheduler_configs if one.reduce_on_plateau
     }
-    for name in sorted(users.keys() & set(means)):
+    for name in sorted(set(means) & users.keys()):
         _warn(
             trainer,
             f"{users[name]} depends on {name}, a value over a whole epoch, but this training resumes in the middle of "

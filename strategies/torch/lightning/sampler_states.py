@@ -66,20 +66,24 @@ def _state_of(value: Any) -> Tree:
         return value.getstate()
     if isinstance(value, np.random.RandomState):
         return _plain(value.get_state(legacy=False))
-    if isinstance(value, np.random.Generator | np.random.BitGenerator):
-        return _plain(getattr(value, "bit_generator", value).state)
+    if isinstance(value, np.random.Generator):
+        value = value.bit_generator
+    if isinstance(value, np.random.BitGenerator):
+        return _plain(value.state)
     return value.state_dict()
 
 
 def _set_state(value: Any, state: Tree) -> None:
+    if isinstance(value, np.random.Generator):
+        value = value.bit_generator
     if isinstance(value, torch.Generator):
         value.set_state(state)
     elif isinstance(value, random.Random):
         value.setstate(state)
     elif isinstance(value, np.random.RandomState):
         value.set_state(state)
-    elif isinstance(value, np.random.Generator | np.random.BitGenerator):
-        getattr(value, "bit_generator", value).state = state
+    elif isinstance(value, np.random.BitGenerator):
+        value.state = state
     else:
         value.load_state_dict(state)
 

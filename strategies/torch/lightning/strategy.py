@@ -406,7 +406,7 @@ class PopDistLightningStrategy(ParallelStrategy):
         self, checkpoint: dict[str, Tree], filepath: Path | str, storage_options: object = None
     ) -> None:
         """Write a checkpoint on instance 0. It does not depend on the number of instances. Collective."""
-        state = {"replicas": self.strategy.num_replicas_in_sync, "steps": self._running.steps_made}
+        state: Tree = {"replicas": self.strategy.num_replicas_in_sync, "steps": self._running.steps_made}
         trainer = self._module.trainer
         if trainer.state.fn == TrainerFn.FITTING:
             if is_in_batch(trainer):

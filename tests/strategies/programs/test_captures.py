@@ -233,6 +233,9 @@ def refused():
     yield "the day", lambda: jnp.float32(datetime.datetime.now().second), "calls datetime.datetime.now, the time"
     yield "random", lambda: jnp.float32(random.random()), "calls random.random, a random number"
     yield "numpy.random", lambda: jnp.float32(np.random.rand()), "calls np.random.rand, a random number"
+    made = lambda: np.random.default_rng().normal()  # noqa: E731 - the function calls it, as helpers are called
+    yield "a generator without a seed", lambda: jnp.float32(made()), "calls np.random.default_rng, a generator without"
+    yield "Random without a seed", lambda: jnp.float32(random.Random().random()), "calls random.Random, a generator"
     yield "a generator of NumPy", lambda: jnp.float32(generator.normal()), "has drawn from generator"
     yield "a generator of Python", lambda: jnp.float32(own.random()), "has drawn from own"
     yield "a counter", counting, r"has changed what is in counts|has changed counts"
@@ -244,6 +247,11 @@ def test_values_that_differ_at_each_read_are_refused(alone, name):
     function, message = next((function, message) for each, function, message in refused() if each == name)
     with pytest.raises(RuntimeError, match=message):
         alone.run(function)
+
+
+def test_a_function_can_draw_from_its_own_generator_with_a_seed(alone):
+    function = lambda: jnp.float32(np.random.default_rng(7).random())  # noqa: E731
+    assert float(alone.run(function).values[0]) == np.float32(np.random.default_rng(7).random())
 
 
 def test_a_function_can_read_files_and_its_own_numbers(alone):
