@@ -224,6 +224,15 @@ def test_a_spare_takes_the_place_of_the_chief(tmp_path):
 
 
 @pytest.mark.complete
+def test_the_last_instance_with_variables_is_lost_while_it_hands_them_over():
+    faults = ["kill:instance=1,step=3", "kill:instance=0,step=3,phase=broadcast"]
+    finished = train("2:3", 6, *(f"--inject={fault}" for fault in faults))
+    assert finished.status == 137
+    assert "no instance is left that has the variables, and spares have none: the job ends" in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.complete
 def test_spares_that_are_lost_or_too_few_do_not_end_the_job():
     """Two of three instances are lost in one step, and one of two spares before it or while it joins."""
     faults = ["kill:instance=3,step=1", "kill:instance=0,step=3", "kill:instance=1,step=3,phase=all_reduce"]
