@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from workers import Worker, disposed_of, port_addresses
+from grpc_jobs import socket_addresses
+from workers import Worker, disposed_of
 
 from popdist.standby import PASS_ON_EVERY_S
 
@@ -25,12 +26,13 @@ class Cluster:
     """The workers of a job; the first two stay, and the others are lost.
 
     Args:
+        addresses: The addresses of four workers.
         workers: A list for all workers that are started.
         step_s: The time that a step takes.
     """
 
-    def __init__(self, workers, step_s=0.005):
-        self._addresses, self._workers, self._step_s = port_addresses(4), workers, step_s
+    def __init__(self, addresses, workers, step_s=0.005):
+        self._addresses, self._workers, self._step_s = addresses, workers, step_s
         self.first = [self.start(rank) for rank in range(4)]
         self.staying = self.first[:2]
 
@@ -80,8 +82,8 @@ class Cluster:
 
 
 def test_a_worker_joins_others_whose_results_are_passed_on_after_every_step():
-    with disposed_of() as workers:
-        cluster = Cluster(workers, step_s=1.2 * PASS_ON_EVERY_S)
+    with socket_addresses(4) as addresses, disposed_of() as workers:
+        cluster = Cluster(addresses, workers, step_s=1.2 * PASS_ON_EVERY_S)
         for worker in cluster.staying:
             worker.wait_for("of 4 workers")
         cluster.first[VICTIM].kill()
@@ -94,8 +96,8 @@ def test_a_worker_joins_others_whose_results_are_passed_on_after_every_step():
 
 def test_the_others_make_steps_while_workers_replay_and_are_killed_on_their_way():
     """At last two workers are started again at once."""
-    with disposed_of() as workers:
-        cluster = Cluster(workers)
+    with socket_addresses(4) as addresses, disposed_of() as workers:
+        cluster = Cluster(addresses, workers)
         cluster.shrink()
         slow = cluster.start(VICTIM, "hold", "replaying")
         slow.wait_for("comes to replaying")
@@ -116,8 +118,8 @@ def test_the_others_make_steps_while_workers_replay_and_are_killed_on_their_way(
 @pytest.mark.complete
 @pytest.mark.long
 def test_the_others_make_steps_if_a_worker_is_stopped_on_its_way():
-    with disposed_of() as workers:
-        cluster = Cluster(workers)
+    with socket_addresses(4) as addresses, disposed_of() as workers:
+        cluster = Cluster(addresses, workers)
         cluster.shrink()
         for moment in ("connected", "replaying"):
             stopped = cluster.start(VICTIM, "stop", moment)
