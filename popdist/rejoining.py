@@ -42,7 +42,7 @@ def is_waiting() -> bool:
 
 
 def may_join(has_read: int) -> None:
-    """If this worker was started again, tell the others that it has read all entries that have come.
+    """Tell the others that this worker, if it was started again, has read all entries that have come.
 
     Args:
         has_read: The number of these entries.

@@ -246,7 +246,7 @@ def may_join(communicator: Communicator, has_read: int) -> None:
 
 
 def let_join(communicator: Communicator, entries: int) -> None:
-    """Let the worker of `joiner_of` join if it has read `entries` results at least, and is connected with all members."""
+    """Let the worker of `joiner_of` join if it has read at least `entries` results and is connected with all."""
     _recovery_of(communicator).let_join(entries)
 
 
