@@ -109,7 +109,7 @@ def test_rows_of_arrays_are_elements(strategy):
 
 @pytest.mark.parametrize("lengths", [[3, 5, 2, 4], [6, 6, 6, 6]], ids=["ragged", "equal"])
 def test_a_list_is_a_data_set_of_its_elements(strategy, lengths):
-    """As for DataLoader, whatever the lengths of its tensors are."""
+    """Lists are read as by DataLoader, whatever the lengths of their tensors are."""
     rows = [torch.full((length,), number) for number, length in enumerate(lengths)]
     dataset = strategies.torch.distribute_dataset(strategy, rows, 1, shuffle=False, collate_fn=list)
     [batch] = dataset.epoch(0)
