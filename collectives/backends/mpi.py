@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 from typing_extensions import override
@@ -34,6 +34,8 @@ except (ImportError, RuntimeError) as error:
     ) from error
 
 logger = logging.getLogger(__name__)
+
+_Facts: TypeAlias = tuple[str, list[int], dict[str, float] | None]  # host, usable cores, costs of the network
 
 
 class _Runtime:
@@ -183,7 +185,7 @@ def _connect_over(
     its messages go over `own`, as ours do, which has the same ranks. `end` is called when a link is closed.
     """
     network = None if settings.network is None else asdict(settings.network)
-    of_ranks = _gathered(comm, [host or MPI.Get_processor_name(), list(os.sched_getaffinity(0)), network])
+    of_ranks = _gathered(comm, (host or MPI.Get_processor_name(), list(os.sched_getaffinity(0)), network))
     refuse_other_networks([None if costs is None else Network(**costs) for _, _, costs in of_ranks])
 
     def make_part(ranks: Sequence[int]) -> Communicator:
@@ -213,7 +215,7 @@ def _connect_over(
     return communicator
 
 
-def _gathered(comm: MPI.Intracomm, facts: list[Any]) -> list[list[Any]]:
+def _gathered(comm: MPI.Intracomm, facts: _Facts) -> list[_Facts]:
     """Return the facts of all ranks; they travel as JSON, because mpi4py would unpickle objects. Collective."""
     text = np.frombuffer(json.dumps(facts).encode(), np.uint8)
     sizes = np.empty(comm.Get_size(), np.int64)
@@ -223,7 +225,7 @@ def _gathered(comm: MPI.Intracomm, facts: list[Any]) -> list[list[Any]]:
     return [json.loads(each.tobytes()) for each in np.split(texts, sizes.cumsum()[:-1])]
 
 
-def _spinning(settings: Settings, here: str, places: Sequence[Sequence[Any]]) -> Settings:
+def _spinning(settings: Settings, here: str, places: Sequence[tuple[str, list[int]]]) -> Settings:
     """Return settings without spins if a spinning rank would take a core that another rank of this host needs."""
     cores = [cores for host, cores in places if host == here]
     return replace(settings, spins=0) if len(set().union(*cores)) < len(cores) else settings

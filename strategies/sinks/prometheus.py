@@ -168,7 +168,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._clients[request], self._silent[request] = _Client(time.monotonic(), thread), None
         thread.start()
 
-    def has_asked(self, request: Any) -> None:
+    def has_asked(self, request: socket.socket) -> None:
         """Note that a client has sent something."""
         self._silent.pop(request, None)
 
@@ -197,7 +197,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             if client.accepted_s <= accepted_s:
                 self._cut_off(request)
 
-    def _cut_off(self, request: Any) -> None:
+    def _cut_off(self, request: socket.socket) -> None:
         client = self._clients.get(request)
         with suppress(OSError):  # closed meanwhile
             request.shutdown(socket.SHUT_RDWR)

@@ -269,8 +269,8 @@ IN_STRATEGIES = (
     Fault(
         name="a spare gets a result that only a lost instance had",
         path="strategies/core/journal.py",
-        old="self.flush()\n        self._held = partial(_encode, kind, progress.done, progress.passes, read, obstacle)",
-        new="self._held = partial(_encode, kind, progress.done, progress.passes, read, obstacle)\n        self.flush()",
+        old="self.flush()\n        self._held = partial(_encode, self._nodes, kind, progress.done, progress.passes, read, obstacle)",
+        new="self._held = partial(_encode, self._nodes, kind, progress.done, progress.passes, read, obstacle)\n        self.flush()",
         caught_by="tests/strategies/test_journal.py::TestRecords::test_the_newest_entry_waits_until_the_next_operation_is_complete",
     ),
     Fault(

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from workers import Worker, disposed_of, port_addresses
+from grpc_jobs import socket_addresses
+from workers import Worker, disposed_of
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "jobs" / "programs" / "rejoining.py"
@@ -23,11 +24,12 @@ class Cluster:
     """The workers of a job; the first two stay, and the others are lost.
 
     Args:
+        addresses: The addresses of four workers.
         workers: A list for all workers that are started.
     """
 
-    def __init__(self, workers):
-        self._addresses, self._workers = port_addresses(4), workers
+    def __init__(self, addresses, workers):
+        self._addresses, self._workers = addresses, workers
         self.first = [self.start(rank) for rank in range(4)]
         self.staying = self.first[:2]
 
@@ -76,8 +78,8 @@ class Cluster:
 
 def test_the_others_make_steps_while_workers_replay_and_are_killed_on_their_way():
     """At last two workers are started again at once."""
-    with disposed_of() as workers:
-        cluster = Cluster(workers)
+    with socket_addresses(4) as addresses, disposed_of() as workers:
+        cluster = Cluster(addresses, workers)
         cluster.shrink()
         slow = cluster.start(VICTIM, "hold", "replaying")
         slow.wait_for("comes to replaying")
@@ -98,8 +100,8 @@ def test_the_others_make_steps_while_workers_replay_and_are_killed_on_their_way(
 @pytest.mark.complete
 @pytest.mark.long
 def test_the_others_make_steps_if_a_worker_is_stopped_on_its_way():
-    with disposed_of() as workers:
-        cluster = Cluster(workers)
+    with socket_addresses(4) as addresses, disposed_of() as workers:
+        cluster = Cluster(addresses, workers)
         cluster.shrink()
         for moment in ("connected", "replaying"):
             stopped = cluster.start(VICTIM, "stop", moment)

@@ -475,14 +475,19 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("kind", ORDERS)
+LONG = ("a sampler with a generator of NumPy", "a second pass of a shorter loader")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(one, marks=pytest.mark.complete if one in LONG else ()) for one in ORDERS]
+)
 def test_a_resume_reads_the_rows_of_a_training_without_a_stop(kind, tmp_path):
     """From the middle of the second epoch, and from its end; a second resume begins with a checkpoint of the first."""
 
     def train(*saves, **options):
         module = TwoLoaders() if "short" in kind else Line()
         callbacks = [Saves(tmp_path, *saves)]
-        trainer = trainer_of(strategies.IPUStrategy(2), max_epochs=4, callbacks=callbacks)
+        trainer = trainer_of(strategies.IPUStrategy(2), max_epochs=3, callbacks=callbacks)
         trainer.fit(module, ORDERS[kind](), **options)
         return bits(module)
 
