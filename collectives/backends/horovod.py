@@ -115,7 +115,7 @@ def end_at_once() -> None:
     libc.on_exit(libc._exit, None)  # runs with the exit status, after Python has ended
 
 
-class _Runtime:
+class _HorovodRuntime:
     """Horovod itself, as this process has started it."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class _Runtime:
         end_at_once()
 
 
-_runtime = _Runtime()
+_runtime = _HorovodRuntime()
 
 
 def refuse_in_child() -> None:
