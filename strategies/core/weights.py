@@ -84,8 +84,8 @@ def is_weighted(
         )
     if weight and weight < least:
         raise WeightError(
-            f"the mean weight of the losses is {weight:.3g} at step {step}, but XLA takes numbers below 2**-126 for 0, "
-            f"so it must be at least {least:.3g}; the step was not applied: multiply all weights by one number"
+            f"the mean weight of the losses is below {least:.3g} at step {step}, and XLA takes products below 2**-126 "
+            "for 0; the step was not applied: multiply all weights by one number"
         )
     if weight == 0 and zero_weight == ERROR:
         raise ZeroWeightError(

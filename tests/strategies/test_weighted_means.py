@@ -332,7 +332,7 @@ def weighted_in_stages(variables, batch, key):
         return strategies.Outcome(jnp.mean(outcome.loss), weight=batch["weight"][0])
 
 
-SMALL, LARGE = "mean weight of the losses is {} at step 0, but XLA", "sum of the weights of losses overflows float32"
+SMALL, LARGE = "mean weight of the losses is below 1.26e-29 at step 0", "weights of losses overflows float32"
 WAYS = {
     "plain": {"gradient_accumulation_count": 1},
     "accumulated": {},
@@ -355,7 +355,7 @@ def test_weights_that_products_cannot_hold_are_an_error_on_all_instances(on_inst
             **{"gradient_accumulation_count": MICRO_BATCHES, **WAYS[way]},
         )
         state, batch = trainer.init(VARIABLES), batch_of(strategy, 0)
-        for weight, text in ((1e-40, SMALL.format("1.2e-35")), (1e-33, SMALL.format("1e-33")), (3e38, LARGE)):
+        for weight, text in ((1e-40, SMALL), (1e-33, SMALL), (3e38, LARGE)):
             with pytest.raises(WeightError, match=text):
                 trainer.step(state, {**batch, "weight": np.full(len(batch["x"]), weight, np.float32)})
         return strategies.fingerprint(state.variables)
