@@ -64,7 +64,7 @@ class RankGroup:
         names: Name of each rank in messages.
         instances: Instance of each rank, for instruments.
         lost: Function that returns why waiting for the given ranks is useless, or "" if it is not.
-        gives_up: Function that gives up ranks for whose sake no wait may fail, see `Watch`.
+        gives_up: Function that gives up the ranks that are about to join, see `Watch`.
     """
 
     rank: int

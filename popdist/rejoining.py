@@ -42,10 +42,10 @@ def is_waiting() -> bool:
 
 
 def may_join(has_read: int) -> None:
-    """Tell the other workers how many entries this one has read, if it was started again, and that no others are here.
+    """If this worker was started again, tell the others that it has read all entries that have come.
 
     Args:
-        has_read: The number of entries.
+        has_read: The number of these entries.
     """
     if is_waiting():
         _grpc().may_join(process.alone, has_read)
@@ -86,7 +86,7 @@ def feed() -> None:
 
 
 def begin(may_change: bool) -> None:
-    """Begin an operation of the active workers; let a worker join that has read all entries that were passed on.
+    """Begin an operation of the active workers; let a worker join that has nearly caught up.
 
     Args:
         may_change: Whether the members may change in this operation, and in the one before, in which others may be.
@@ -96,16 +96,16 @@ def begin(may_change: bool) -> None:
         return
     grpc = _grpc()
     grpc.have_joined(communicator)
-    if may_change and _feeding is not None and (entries := _feeding[1].passed_on(1)):
+    if may_change and _feeding is not None and (entries := _feeding[1].passed_on_before(1)):
         grpc.let_join(communicator, entries)
 
 
 def end() -> None:
     """Tell a worker that still waits to join that the job ends; on that worker, tell the user."""
-    if is_waiting():
+    if process.role is Role.SPARE:
         logger.warning(
             "the others have finished before this worker had caught up with them, so it has not joined; it catches up "
-            "faster, the less the program does between two steps"
+            "faster if the program does less between two steps"
         )
     elif process.journal is not None and process.role is Role.ACTIVE:
         feed()

@@ -86,7 +86,7 @@ def next_entry() -> bytes | None:
 
 
 def _take_what_has_come(journal: KeptJournal) -> None:
-    """Add the entries that have come to the journal, also while there are others to read: nobody keeps them for us."""
+    """Add all entries that have come to the journal, so that the sender need not keep them."""
     from collectives import PeerLostError
 
     with suppress(PeerLostError):  # `has_news` meets it again when the program has read everything

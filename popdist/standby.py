@@ -209,11 +209,15 @@ class Feeding:
     def __init__(self, link: Link, known: dict[int, int]) -> None:
         self._link = link
         self._known = known
+        self._known_before: dict[int, int] = {}
         self._transfers: dict[int, list[Transfer]] = {rank: [] for rank in known}
 
-    def passed_on(self, rank: int) -> int:
-        """Return the number of entries that a spare has got or will get; 0 if it is lost."""
-        return self._known.get(rank, 0)
+    def passed_on_before(self, rank: int) -> int:
+        """Return the number of entries that a spare had got before the last message, at least 1; 0 if it is lost.
+
+        A spare cannot have read the last message yet: after a step longer than PASS_ON_EVERY_S, it is sent just before.
+        """
+        return max(1, self._known_before.get(rank, 0)) if self._known.get(rank) else 0
 
     def pass_on(self, journal: KeptJournal) -> None:
         """Send new entries to every spare, without waiting. A spare that is lost gets nothing more."""
@@ -223,7 +227,7 @@ class Feeding:
                 self._transfers[rank] = [each for each in self._transfers[rank] if not each.done()]
                 if fresh := journal.entries.since(known):
                     self._send(rank, len(fresh), joined(fresh))
-                    self._known[rank] = len(journal.entries)
+                    self._known_before[rank], self._known[rank] = known, len(journal.entries)
 
     def leave_out(self, ranks: Sequence[int]) -> None:
         """Pass nothing more on to some ranks, which have become active."""

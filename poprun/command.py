@@ -56,8 +56,11 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
 
         check_export(line)
     launch = plan_launch(settings, environ, log)
-    if "num-replicas" not in line.values and settings.num_instances > 1:
-        launch = replace(launch, extra={**launch.extra, LEFT_OUT_VARIABLE: "1"})
+    is_left_out = "num-replicas" not in line.values and settings.num_instances > 1
+    if is_left_out or LEFT_OUT_VARIABLE in environ:  # another poprun may have set it
+        forwarded = tuple(name for name in launch.forwarded if name != LEFT_OUT_VARIABLE)
+        extra = {**launch.extra, LEFT_OUT_VARIABLE: str(int(is_left_out))}
+        launch = replace(launch, extra=extra, forwarded=forwarded)
     _comment(line, launch, environ, log)
     if "export-config" in line.values:
         log.info(f"wrote the options in effect to {export_config(line)}")

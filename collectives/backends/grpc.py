@@ -233,7 +233,7 @@ def is_waiting(communicator: Communicator) -> bool:
 
 
 def may_join(communicator: Communicator, has_read: int) -> None:
-    """Tell the others that this waiting worker may join at any time, if they have passed on no more results.
+    """Tell the others how many results this waiting worker has read; it may join if they have passed on no more.
 
     Args:
         communicator: Communicator of this waiting worker.
@@ -246,14 +246,14 @@ def may_join(communicator: Communicator, has_read: int) -> None:
 
 
 def let_join(communicator: Communicator, entries: int) -> None:
-    """Let the worker of `joiner_of` join, if it has read so many results and is connected with all members."""
+    """Let the worker of `joiner_of` join if it has read `entries` results, and is connected with all members."""
     _recovery_of(communicator).let_join(entries)
 
 
 def have_joined(communicator: Communicator) -> None:
     """Note that all workers of this communicator have worked together, also the ones that have just joined.
 
-    Before that, a wait that reaches `timeout_s` gives up the workers that join, in place of an error.
+    Before that, a wait that reaches `timeout_s` gives up the workers that join, and raises no error.
     """
     _recovery_of(communicator).have_joined(_link_of(communicator).epoch)
 

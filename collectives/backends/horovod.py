@@ -88,6 +88,7 @@ _LEFT_AT_HOME = (1 << 64) - 1  # marks, in place of the number of bytes, arrays 
 _SUBGROUP_TAG = 8
 
 _numbers = itertools.count()  # numbers of communicators; equal on all ranks, because ranks connect collectively
+_started_in: int | None = None  # `forks.generation` of the process in which Horovod runs; None: it was not seen yet
 
 
 # ---- Horovod itself, for NumPy arrays
@@ -99,13 +100,16 @@ def start(comm: object = None) -> None:
     Args:
         comm: Argument of `hvd.init`: None, ranks, or an mpi4py communicator.
     """
-    if hvd.is_initialized():
+    global _started_in
+    if not hvd.is_initialized():
+        os.environ.setdefault("HOROVOD_CYCLE_TIME", f"{CYCLE_TIME_MS:g}")
+        os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_BYTES))
+        with open_mpi_prepared():
+            hvd.init(comm)
+    elif _started_in is not None:
         return
-    os.environ.setdefault("HOROVOD_CYCLE_TIME", f"{CYCLE_TIME_MS:g}")
-    os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_BYTES))
-    with open_mpi_prepared():
-        hvd.init(comm)
-    forks.keep_from_children(_runtime)
+    _started_in = forks.generation
+    os.register_at_fork(after_in_child=end_at_once)
 
 
 def end_at_once() -> None:
@@ -115,22 +119,10 @@ def end_at_once() -> None:
     libc.on_exit(libc._exit, None)  # runs with the exit status, after Python has ended
 
 
-class _HorovodRuntime:
-    """Horovod itself, as this process has started it."""
-
-    def __init__(self) -> None:
-        self.made_in = forks.generation
-
-    def disown(self) -> None:
-        end_at_once()
-
-
-_runtime = _HorovodRuntime()
-
-
 def refuse_in_child() -> None:
     """Raise `ForkedProcessError` in a forked child of the process that has started Horovod."""
-    forks.refuse_in_child(_runtime.made_in, "the process that has started Horovod")
+    if _started_in is not None:
+        forks.refuse_in_child(_started_in, "the process that has started Horovod")
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:

@@ -10,12 +10,12 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 from typing_extensions import override
 
-from collectives import forks
 from collectives.agreement import LEAST_INLINE_BYTES
 from collectives.communicator import Communicator
 from collectives.errors import CollectiveError, MissingBackendError, PeerLostError
@@ -37,16 +37,8 @@ logger = logging.getLogger(__name__)
 
 _Facts: TypeAlias = tuple[str, list[int], dict[str, float] | None]  # host, usable cores, costs of the network
 
-
-class _Runtime:
-    """MPI itself, as this process has started it."""
-
-    def disown(self) -> None:
-        atexit.register(look_finalized, MPI.__file__)  # until then a child may ask for its parent's rank
-
-
-_runtime = _Runtime()
-forks.keep_from_children(_runtime)
+# Only at the end of a child: until then it may ask for its parent's rank.
+os.register_at_fork(after_in_child=partial(atexit.register, look_finalized, MPI.__file__))
 
 _CHANNELS = 2  # one for synchronous collectives, one for named collectives
 _SUBGROUP_TAG = 7  # a tag that no lane of a channel uses

@@ -141,7 +141,12 @@ class Meeting:
             self._refused(peer, "the process there does not know our job token", is_worker=not proof)
             return
         if view := welcome.get(wire.VIEW):
-            node.take_view(str(view))
+            try:
+                node.take_view(str(view))
+            except ValueError as error:
+                call.cancel()
+                self._refused(peer, f"the process there does not answer as a worker: {error}", is_worker=False)
+                return
         node.take_answer(peer, digest, call)
         node.watch_control(peer)
 

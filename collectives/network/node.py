@@ -425,7 +425,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no ty
         peer = node.peers[hello.source]
         digest = digest_incarnation(peer.drawn)
         proof = node.security.prove(f"{digest} welcomes {hello.incarnation}")
-        view = node.recovery.beat() if node.recovery is not None and node.is_met else b""
+        view = node.recovery.encoded_view if node.recovery is not None and node.is_met else b""
         words = ((wire.WELCOME, digest), (wire.PROOF, proof), *(((wire.VIEW, view.decode()),) if view else ()))
         answer = partial(context.send_initial_metadata, words)
         node.listen_to(peer, hello.incarnation, beats, answer)

@@ -41,12 +41,17 @@ class Recovery:
         self._reported: set[int] = set()
 
     def beat(self) -> bytes:
-        """Return the next beat to the other workers: the view of this worker, unless nothing has happened yet."""
+        """Return the next beat to the other workers: the view of a member, or the progress of one that may join."""
+        if self.agreement.is_member:
+            return self.encoded_view
+        is_ready = self.has_read and all(peer.is_connected for peer in self._node.awaited)
+        return b"%s%d" % (READY, self.has_read) if is_ready else b""
+
+    @property
+    def encoded_view(self) -> bytes:
+        """The view of this worker; empty if it is no member, or if nothing has happened yet."""
         view = self.agreement.view
-        if not self.agreement.is_member:
-            is_ready = self.has_read and all(peer.is_connected for peer in self._node.awaited)
-            return b"%s%d" % (READY, self.has_read) if is_ready else b""
-        return view.encode() if view.epoch or view.is_changing else b""
+        return view.encode() if self.agreement.is_member and (view.epoch or view.is_changing) else b""
 
     def lose(self, peer: Peer, why: str) -> None:
         """Give up a worker; the caller holds the lock."""
@@ -106,11 +111,11 @@ class Recovery:
             node.tell_change()
 
     def let_join(self, entries: int) -> None:
-        """Let the worker that waits join, if this one brings it up, and if it has read so many results."""
+        """Let the waiting worker join if this worker feeds it, and if it has read `entries` results at least."""
         node = self._node
         with node.changed:
             view, joiner = self.agreement.view, self.joiner
-            if joiner is not None and joiner.has_read == entries:
+            if joiner is not None and joiner.has_read >= entries:
                 self.agreement.admit(joiner.rank)
                 self.note()
         if self.agreement.view is not view:
@@ -123,7 +128,7 @@ class Recovery:
                 self._joining = {rank: first for rank, first in self._joining.items() if first > epoch}
 
     def give_up_joining(self) -> bool:
-        """Give up the workers that are about to join, as a wait has lasted for `timeout_s`; return whether any are."""
+        """Give up the workers that are about to join, after a wait of `timeout_s`; return whether there were any."""
         node = self._node
         with node.changed:
             late = [node.peers[rank] for rank in self._joining.keys() & self.agreement.view.alive - {node.rank}]

@@ -97,7 +97,7 @@ _MAP_FIXED = 0x10  # of Linux
 
 
 def _keep_private() -> None:
-    """Give a forked child segments of its own at the same places, which are copied page by page when they change.
+    """Give a forked child segments of its own at the same places, which are copied page by page when it writes.
 
     The child has arrays in shared memory, such as mean gradients, which it may change without a collective call.
     """

@@ -83,9 +83,11 @@ class Launch:
         if not crowded:
             return ""
         facts = [f"{instances[host]} instances on {count(cores, 'core')} of {host}" for host, cores in crowded.items()]
-        fewer = sum(min(instances[host], self.cores.get(host, _MANY)) for host in instances)
+        most = min(
+            min(instances[host], self.cores.get(host, _MANY)) for host in instances
+        )  # all hosts get equal shares
         replicas = self.settings.num_replicas
-        fitting = [each for each in range(len(instances), fewer + 1, len(instances)) if replicas % each == 0]
+        fitting = [each * len(instances) for each in range(1, most + 1) if replicas % (each * len(instances)) == 0]
         way_out = f"--num-instances {fitting[-1]} --num-replicas {replicas}" if fitting else "fewer instances"
         return (
             f"{', '.join(facts)}: instances that share a core wait for each other in every step; use {way_out}, which "

@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from popdist.records.progress import State
 from poprun.cli.log import Level
@@ -439,8 +440,12 @@ _FRAMES = ("Traceback (most recent call last):", '  File "')
 _TRACE = re.compile(
     rb"^(.*Traceback \(most recent call last\):|Exception ignored in|terminate called after throwing)", re.MULTILINE
 )
+_REPORT = re.compile(
+    rb"(?<!:\n\n)^(Exception ignored in.*(\nTraceback)?|Traceback \(most recent|terminate called after)", re.MULTILINE
+)
+"""The begin of a report; the line above a traceback of the same report ends with a colon."""
 _HANDLING = b"During handling of the above exception"
-"""The line above an exception that the program's own reaction to the interrupt has raised."""
+"""The line below an exception that is no interrupt, or above one that the reaction to the interrupt has raised."""
 _OF_JAX = (b"--------------------", b"For simplicity, JAX has removed")
 _LONGEST_TRACE_BYTES = 1 << 18
 _EXCEPTION = re.compile(r"[^\W\d][\w.]*(: .*)?")
@@ -478,7 +483,7 @@ class LastLines:
 
 
 class InterruptedTraces:
-    """The tracebacks that instances write after Ctrl-C: those that follow from it are not shown.
+    """A filter for the tracebacks that instances write after Ctrl-C; it drops the ones that follow from Ctrl-C.
 
     From the first traceback on, an instance's standard error is held back until the instance has ended. A library may
     raise another exception from KeyboardInterrupt, for example while it is imported, or in a callback of XLA.
@@ -497,13 +502,22 @@ class InterruptedTraces:
         return data[: begin.start()] if begin else data
 
     def release(self, instance: int) -> bytes:
-        """Return what was held back for an instance, without the tracebacks if they follow from the interrupt."""
-        lines = self._held.pop(instance, b"").splitlines(keepends=True)
-        interrupts = [number for number, line in enumerate(lines) if line.startswith(b"KeyboardInterrupt")]
-        is_wanted = not interrupts or any(line.startswith(_HANDLING) for line in lines[interrupts[-1] :])
-        indented = [number for number, line in enumerate(lines) if line.startswith((b" ", b"\t"))]
-        begin = 0 if is_wanted else max([*interrupts, *(number + 1 for number in indented)]) + 1
-        return b"".join(line for line in lines[begin:] if is_wanted or not line.startswith(_OF_JAX))
+        """Return what was held back for an instance, without the tracebacks that follow from the interrupt."""
+        held = self._held.pop(instance, b"")
+        begins = [0, *(report.start() for report in _REPORT.finditer(held)), len(held)]
+        return b"".join(_without_interrupt(held[begin:end]) for begin, end in pairwise(begins))
+
+
+def _without_interrupt(report: bytes) -> bytes:
+    """Return the lines after a traceback if it ends in KeyboardInterrupt, and all lines of another one."""
+    lines = report.splitlines(keepends=True)
+    after_frames = [number + 1 for number, line in enumerate(lines) if line.startswith((b" ", b"\t"))]
+    is_interrupt = any(
+        line.startswith(b"KeyboardInterrupt") for line in (lines[each] for each in after_frames if each < len(lines))
+    )
+    if not is_interrupt or any(line.startswith(_HANDLING) for line in lines):
+        return report
+    return b"".join(line for line in lines[after_frames[-1] + 1 :] if not line.startswith(_OF_JAX))
 
 
 def find_exception(lines: Sequence[str]) -> str:

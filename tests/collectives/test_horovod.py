@@ -137,6 +137,28 @@ def test_the_end_of_a_rank_ends_the_job_while_others_reduce(environ: dict[str, s
         assert said
 
 
+# ---- forked children
+
+CHILD_THAT_STARTS = """\
+import os, sys
+import numpy as np
+import collectives.backends.horovod
+if os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+communicator = collectives.connect("horovod")
+communicator.all_reduce(np.ones(2))
+communicator.close()
+"""
+
+
+@pytest.mark.complete
+@pytest.mark.job
+@needs_horovod
+def test_a_child_may_start_horovod_if_its_parent_has_not(environ: dict[str, str]) -> None:
+    ended = end_of([sys.executable, "-c", CHILD_THAT_STARTS], environ)
+    assert ended.returncode == 0, ended.stderr
+
+
 # ---- the environment
 
 CONNECT_AND_TELL = """\

@@ -520,6 +520,30 @@ def test_lost_workers_that_are_started_again_join(size: int, lost: list[int]) ->
     assert run_again(size, lost) == [list(range(size))] * size
 
 
+def test_a_lost_worker_waits_for_another_one_that_is_about_to_join() -> None:
+    """The one that is about to join answers with its progress, as it has no view of the members."""
+    with socket_addresses(5) as addresses:
+        group, pool = WorkerThreads(addresses), DaemonThreads()
+        left = survivors_of(group, lost=[1, 3])
+        early = group.connect(3, shrinks=True)
+        link_with_joiner(left[0])
+        may_join(early, ENTRIES)
+        late, node = group.join(1, shrinks=True), early.beside.node
+        with node.changed:
+            assert node.clock.wait_for(node.changed, lambda: node.peers[1].is_here, LIMIT_S)
+
+        def let_in(communicator: Communicator) -> Communicator:
+            lose(communicator)
+            return go_on(communicator)
+
+        futures = [pool.submit(let_in, each) for each in left]
+        until_joined(early)
+        members = [connect_survivors(SETTINGS, early), *(each.result(LIMIT_S) for each in futures)]
+        assert is_waiting(late.result(LIMIT_S))
+        for each in (*members, late.result()):
+            each.abandon()
+
+
 def test_a_worker_that_joins_may_be_lost_at_any_event() -> None:
     counted = Events(None)
     assert run_again(3, [1], counted) == [[0, 1, 2]] * 3

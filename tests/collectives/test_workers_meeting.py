@@ -368,6 +368,11 @@ def _welcome_without_the_token(messages: Iterator[bytes], context: grpc.Servicer
     return b""
 
 
+def _welcome_with_a_damaged_view(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+    context.send_initial_metadata(((wire.WELCOME, "0" * 32), (wire.VIEW, "view [0")))
+    return b""
+
+
 @contextlib.contextmanager
 def answering(address: str, answer: Callable[[Iterator[bytes], grpc.ServicerContext], bytes]) -> Iterator[None]:
     """Run a gRPC server that is no worker and gives every stream this answer."""
@@ -477,3 +482,12 @@ def test_a_wrong_answer_at_an_address_does_not_end_the_wait_for_its_worker(
         first = group.join(0, connect_timeout_s=float("inf"), clock=FakeClock(tick_s=0.001))
         warnings.wait_for(1, f"rank 1 at {addresses[1]}", words)
     group.assert_end_well([first, group.join(1)])
+
+
+def test_a_damaged_view_at_an_address_does_not_end_the_wait_for_its_worker() -> None:
+    with socket_addresses(2) as addresses:
+        group = WorkerThreads(addresses)
+        with watched() as warnings, answering(addresses[1], _welcome_with_a_damaged_view):
+            first = group.join(0, shrinks=True, connect_timeout_s=float("inf"), clock=FakeClock(tick_s=0.001))
+            warnings.wait_for(1, f"rank 1 at {addresses[1]}", "does not answer as a worker: ")
+        group.assert_end_well([first, group.join(1, shrinks=True)])

@@ -234,7 +234,7 @@ IN_COLLECTIVES = (
     Fault(
         name="a worker that is started again stops the others before it has read all results",
         path="collectives/network/recovery.py",
-        old="joiner is not None and joiner.has_read == entries",
+        old="joiner is not None and joiner.has_read >= entries",
         new="joiner is not None",
         caught_by="tests/popdist/test_rejoining.py::test_the_others_make_steps_while_workers_replay_and_are_killed_on_their_way",
     ),

@@ -11,6 +11,8 @@ import pytest
 from grpc_jobs import socket_addresses
 from workers import Worker, disposed_of
 
+from popdist.standby import PASS_ON_EVERY_S
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "jobs" / "programs" / "rejoining.py"
 VICTIM = 3
@@ -26,10 +28,11 @@ class Cluster:
     Args:
         addresses: The addresses of four workers.
         workers: A list for all workers that are started.
+        step_s: The time that a step takes.
     """
 
-    def __init__(self, addresses, workers):
-        self._addresses, self._workers = addresses, workers
+    def __init__(self, addresses, workers, step_s=0.005):
+        self._addresses, self._workers, self._step_s = addresses, workers, step_s
         self.first = [self.start(rank) for rank in range(4)]
         self.staying = self.first[:2]
 
@@ -38,6 +41,7 @@ class Cluster:
         task = {"cluster": {"worker": self._addresses}, "task": {"type": "worker", "index": rank}}
         clean = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
         changes = {"TF_CONFIG": json.dumps(task), "POPDIST_JOB_TOKEN": "secret", "POPDIST_TIMEOUT_S": str(TIMEOUT_S)}
+        changes["STEP_S"] = str(self._step_s)
         words = [fault, moment] if fault else []
         if moment == "announced":
             changes["POPDIST_INJECT"], words = f"{fault}:instance={rank},phase=all_gather", []
@@ -73,7 +77,21 @@ class Cluster:
         self.staying[0].tell("end")
         workers = [*self.staying, *others]
         assert [worker.end() for worker in workers] == [0] * len(workers), [worker.text for worker in workers]
+        assert not any(worker.containing("has not joined") for worker in workers)
         return {worker.wait_for("right after") for worker in workers}
+
+
+def test_a_worker_joins_others_whose_results_are_passed_on_after_every_step():
+    with socket_addresses(4) as addresses, disposed_of() as workers:
+        cluster = Cluster(addresses, workers, step_s=1.2 * PASS_ON_EVERY_S)
+        for worker in cluster.staying:
+            worker.wait_for("of 4 workers")
+        cluster.first[VICTIM].kill()
+        for worker in cluster.staying:
+            worker.wait_for("of 3 workers")
+        again = cluster.start(VICTIM)
+        again.wait_for("of 4 workers")
+        assert len(cluster.end(cluster.first[2], again)) == 1
 
 
 def test_the_others_make_steps_while_workers_replay_and_are_killed_on_their_way():

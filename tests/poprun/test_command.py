@@ -182,6 +182,13 @@ def test_mca_parameters_of_the_user_are_not_set_again():
         ({"h": 2, "i": 2}, {"h": 1, "i": 4}, {}, "2 instances on 1 core of h", "--num-instances 2 --num-replicas 4"),
         (
             {"h": 3, "i": 3},
+            {"h": 1, "i": 4},
+            {"num_replicas": 12},
+            "3 instances on 1 core of h",
+            "--num-instances 2 --num-replicas 12",
+        ),
+        (
+            {"h": 3, "i": 3},
             {"h": 2, "i": 1},
             {},
             "3 instances on 2 cores of h, 3 instances on 1 core of i",

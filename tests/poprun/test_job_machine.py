@@ -744,6 +744,11 @@ OF_IMPORT = b"KeyboardInterrupt\nImportError: failed\n\nThe above exception was 
 OF_C = b"terminate called after throwing an instance of 'nanobind::python_error'\n  what():  " + TRACE
 HANDLING = b"KeyboardInterrupt\n\nDuring handling of the above exception, another exception occurred:\n\n"
 FULL_DISK = TRACE + HANDLING + TRACE + b"OSError: full\n"
+OWN = TRACE + b"ValueError: 3\n"
+IN_CLEANUP = (
+    OWN + b"\nDuring handling of the above exception, another exception occurred:\n\n" + TRACE + b"KeyboardInterrupt\n"
+)
+AT_EXIT = b"Exception ignored in atexit callback: <function save>\n" + OWN
 
 
 class TestTracebacksAfterCtrlC:
@@ -779,6 +784,19 @@ class TestTracebacksAfterCtrlC:
     def test_everything_else_is_shown(self, text, ends):
         assert self.shown([text], ends=ends) == text
         assert self.shown([text[:90], text[90:]], ends=ends) == text
+
+    @pytest.mark.parametrize("ends", [True, False])
+    @pytest.mark.parametrize(
+        "other", [OWN, AT_EXIT, IN_CLEANUP, b"saved step 3\n"], ids=["own", "exit", "cleanup", "log"]
+    )
+    def test_an_error_beside_the_interrupt_is_shown(self, other, ends):
+        interrupt = TRACE + b"KeyboardInterrupt\n"
+        assert self.shown([other, interrupt], ends=ends) == other
+        assert self.shown([interrupt, other, interrupt], ends=ends) == other
+
+    def test_a_line_about_the_interrupt_hides_no_traceback_above_it(self):
+        text = OWN + b"KeyboardInterrupt was received\n"
+        assert self.shown([text]) == text
 
     def test_other_signals_hide_nothing(self):
         assert self.shown([TRACE + b"KeyboardInterrupt\n"], signal.SIGTERM) == TRACE + b"KeyboardInterrupt\n"

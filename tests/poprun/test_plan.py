@@ -145,6 +145,14 @@ class TestCommand:
         described = json.loads(capfd.readouterr().out)
         assert [each["host"] for each in described["instances"]] == ["node00", "node01"]
 
+    @pytest.mark.parametrize(("words", "value"), [(("--num-instances", "2"), "1"), (WORDS, "0")])
+    def test_an_outer_job_does_not_say_whether_the_number_of_replicas_was_left_out(
+        self, capfd, monkeypatch, words, value
+    ):
+        monkeypatch.setenv("POPDIST_REPLICAS_LEFT_OUT", "1")
+        assert main(["--dry-run", *words, "echo"]) == 0
+        assert f"POPDIST_REPLICAS_LEFT_OUT={value}\n" in capfd.readouterr().err
+
     @pytest.mark.skipif(" " in sys.prefix, reason="jobs on other hosts cannot start from a path with a space")
     def test_each_unreachable_host_is_refused_in_one_line(self, capfd, monkeypatch, tmp_path):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -22,7 +22,7 @@ from popdist.leaving import carry_on
 
 FAULT, MOMENT = sys.argv[1:] or ("", "")
 STEPS_SHOWN, REPLAYED = 20, 10
-STEP_S = 0.005  # the work of a step, which no worker does again when it replays
+STEP_S = float(os.environ.get("STEP_S", "0.005"))  # the work of a step, which no worker does again when it replays
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
