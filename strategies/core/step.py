@@ -469,7 +469,7 @@ class StepLoop(Generic[State, Pending]):
 
 
 def _refuse_not_finite(loss: float, step: int) -> None:
-    """Raise if the mean loss is not finite: finite gradients of a part that is not NaN would hide it."""
+    """Raise if the mean loss is not finite. Its gradients may be finite: those of a constant that is NaN are 0."""
     if not math.isfinite(loss):
         raise NonFiniteGradientError(
             f"the mean loss over all replicas is {loss} at step {step}, but its gradients are finite; the step was not "

@@ -445,7 +445,7 @@ def open_source(source: Data, layout: Layout, *, seed: int, shuffle: bool) -> Da
         return from_values(source.values, layout)
     if isinstance(source, Mapping) and trees.is_leaf(source):
         source = dict(source)  # a mapping that is not registered with JAX
-    if _is_pytree_of_arrays(source):
+    if is_pytree_of_arrays(source):
         arrays = trees.map(np.asarray, source)
         steps = Steps(arrays, common_length(arrays), layout, seed=seed, shuffle=shuffle, read=take_rows)
         return RandomAccessSource(steps)
@@ -455,12 +455,13 @@ def open_source(source: Data, layout: Layout, *, seed: int, shuffle: bool) -> Da
 
 
 def _is_random_access(source: Data) -> bool:
-    if _is_pytree_of_arrays(source):
+    if is_pytree_of_arrays(source):
         return True
     return not isinstance(source, Iterable) and hasattr(source, "__len__") and hasattr(source, "__getitem__")
 
 
-def _is_pytree_of_arrays(source: Data) -> bool:
+def is_pytree_of_arrays(source: Data) -> bool:
+    """Return whether a data set is an array or a pytree of arrays. A list is a data set of its elements."""
     if isinstance(source, list):
         return False
     return not trees.is_leaf(source) or hasattr(source, "shape")

@@ -13,8 +13,16 @@ from typing_extensions import override
 
 import strategies.trees as trees
 from strategies.core.digest import digest_of_arrays
+from strategies.data.datasets import is_pytree_of_arrays
 from strategies.data.layout import Indices, Layout
-from strategies.data.sources import DataSource, RandomAccess, RandomAccessSource, SourceFactory, Steps
+from strategies.data.sources import (
+    DataSource,
+    RandomAccess,
+    RandomAccessSource,
+    SourceFactory,
+    Steps,
+    common_length,
+)
 from strategies.typing import Batch, Data, Element
 
 CollateFn: TypeAlias = Callable[[list[Element]], Batch]
@@ -105,7 +113,7 @@ class CollatedSource(SourceFactory):
     """A data set whose batches a `collate_fn` makes.
 
     Args:
-        source: A pytree of arrays or tensors, or an object with a length and `[i]`.
+        source: A list of elements, another pytree of arrays or tensors, or an object with a length and `[i]`.
         collate: The function.
         convert: Function that converts the arrays of a part.
 
@@ -116,13 +124,13 @@ class CollatedSource(SourceFactory):
     def __init__(self, source: Data, collate: CollateFn, convert: Callable[[Batch], Batch]) -> None:
         if not callable(collate):
             raise TypeError(f"collate_fn is a {type(collate).__name__}; give a function of a list of elements")
-        is_rows = not trees.is_leaf(source) or isinstance(source, np.ndarray | torch.Tensor)
+        is_rows = is_pytree_of_arrays(source)
         if not is_rows and not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
             raise TypeError(
                 f"collate_fn needs a data set with a length and [i], but the source is a {type(source).__name__}; "
                 "give a torch.utils.data.Dataset with __len__ and __getitem__"
             )
-        self._elements: RandomAccess = _Rows(source) if is_rows else source
+        self._elements: RandomAccess = _RowsOfArrays(source) if is_rows else source
         self._collate, self._convert = collate, convert
 
     @override
@@ -133,14 +141,11 @@ class CollatedSource(SourceFactory):
         return RandomAccessSource(Steps(self._elements, length, layout, seed=seed, shuffle=shuffle, read=read))
 
 
-class _Rows:
+class _RowsOfArrays:
     """The rows of a pytree of arrays."""
 
     def __init__(self, arrays: Data) -> None:
-        lengths = {len(leaf) for leaf in trees.leaves(arrays)}
-        if len(lengths) != 1:
-            raise ValueError(f"the arrays have {sorted(lengths)} elements; all must have the same number")
-        [self._length], self._arrays = lengths, arrays
+        self._length, self._arrays = common_length(arrays), arrays
 
     def __len__(self) -> int:
         return self._length

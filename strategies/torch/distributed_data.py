@@ -49,6 +49,7 @@ def distribute_dataset(
         prefetch: Number of batches that are prepared ahead.
         collate_fn: Function that makes a micro-batch of a replica from the list of its elements, as that of PyTorch's
             DataLoader. Its result may have any structure, and tensors of unequal shapes. Batches are `CollatedBatch`.
+            A list is then a data set of its elements, as for DataLoader.
 
     Raises:
         TypeError: If there is a `collate_fn`, and the source has no length or no `[i]`.

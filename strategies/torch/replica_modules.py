@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_
 from typing import TypeVar
@@ -280,7 +281,7 @@ def _copied(original: _Any, memo: dict[int, object], name: str = "") -> _Any:
         return copy.deepcopy(original, memo)
     except (TypeError, RuntimeError) as error:
         if isinstance(original, torch.nn.Module):
-            name = next(filter(None, map(_that_fails, *zip(*original.named_modules(), strict=True))), name)
+            name = next(filter(None, itertools.starmap(_that_fails, original.named_modules())), name)
         raise TypeError(_cannot_copy(f"{name}: {error}" if name else str(error))) from error
 
 

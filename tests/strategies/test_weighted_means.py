@@ -115,7 +115,7 @@ def test_a_training_is_that_of_one_process_with_all_tokens_for_every_option(on_i
     assert [each["doubled"] for each in seen] == pytest.approx([2 * loss for loss in wanted], rel=limit)
 
 
-@pytest.mark.parametrize("name", first_of(["plain", "int8", "sharded", "scaled"]))
+@pytest.mark.parametrize("name", only(["plain", "sharded"], ["plain", "int8", "sharded", "scaled"]))
 @pytest.mark.parametrize("mechanism", first_of(["ring", "window"]))
 def test_the_bits_are_the_same_for_every_number_of_instances(on_instances, name, mechanism):
     def run(strategy):
@@ -469,7 +469,7 @@ def pipelined(strategy, schedule, **options):
     return trained(strategy, in_stages, pipeline=strategies.Pipelining([0, 1], schedule=schedule), **options)
 
 
-@pytest.mark.parametrize("schedule", first_of(["one_forward_one_backward", "zero_bubble", "grouped"]))
+@pytest.mark.parametrize("schedule", first_of(["one_forward_one_backward", "zero_bubble", "sequential"]))
 def test_a_pipeline_trains_with_all_tokens_on_any_number_of_instances(on_instances, schedule):
     def run(strategy):
         return pipelined(strategy, schedule)

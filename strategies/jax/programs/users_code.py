@@ -25,7 +25,9 @@ _ADDING = {"add", "append", "extend"}
 _COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}
 _LOADS = {"LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR", "LOAD_METHOD"}
 _CLOCKS = {"time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time"}
-_GENERATORS = (np.random.default_rng, np.random.RandomState, random.Random)
+_BITS = (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
+_GENERATORS = (np.random.default_rng, np.random.RandomState, np.random.SeedSequence, random.Random, *_BITS)
+_BEFORE_CALLS = {"PRECALL", "PUSH_NULL", "KW_NAMES"}
 _NOW = {("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today"), ("date", "today")}
 
 
@@ -114,7 +116,7 @@ def refuse_clocks(
             value, name = (getattr(value, one.argval, None) if is_open else None), f"{name}.{one.argval}"
         else:
             value = None
-        if value is not None and (what := _changing(value) or _unseeded(value, instructions[place + 1 : place + 4])):
+        if value is not None and (what := _changing(value) or _unseeded(value, instructions[place + 1 : place + 6])):
             raise RuntimeError(
                 f"{function.__qualname__} calls {name}, {what}, which would be read once, while the function is "
                 "compiled, and not in each run; pass the value as an argument, use jax.random with a key, or take "
@@ -134,8 +136,10 @@ def _changing(value: object) -> str | None:
 
 def _unseeded(value: object, after: Sequence[dis.Instruction]) -> str | None:
     """Describe a generator that is made without a seed; return None for everything else."""
-    call = next((one for one in after if one.opname not in ("PRECALL", "PUSH_NULL")), None)
-    is_made = call is not None and call.opname == "CALL" and call.arg == 0
+    calls = [one for one in after if one.opname not in _BEFORE_CALLS]
+    is_none = bool(calls) and calls[0].opname == "LOAD_CONST" and calls[0].argval is None
+    call = next(iter(calls[is_none:]), None)
+    is_made = call is not None and call.opname == "CALL" and call.arg == is_none
     return "a generator without a seed" if is_made and any(value is made for made in _GENERATORS) else None
 
 

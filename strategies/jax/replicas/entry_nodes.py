@@ -39,16 +39,23 @@ class TreeNodes(Nodes):
 
     @override
     def together(self, name: str, parts: Sequence[Tree]) -> Tree:
-        if name == _ARRAY:
-            return jnp.asarray(*parts)
-        kind = _class_of(name)
+        kind = None if name == _ARRAY else _class_of(name)
+        if name == _ARRAY or kind is trees.ShapeOfArray:
+            return _of_arrays(name, parts)
         if kind is None:
             raise ValueError(f"this program has no class {name}")
-        if kind is trees.ShapeOfArray:
-            lengths, empty = parts
-            return trees.ShapeOfArray(tuple(np.asarray(lengths, np.int64).tolist()), np.asarray(empty).dtype)
         meta, *children = parts
         return trees.node_from(kind, meta, children)
+
+
+def _of_arrays(name: str, parts: Sequence[Tree]) -> Tree:
+    """Return an array of JAX or the shape of an array; its parts are arrays of NumPy."""
+    match parts:
+        case [np.ndarray() as array] if name == _ARRAY:
+            return jnp.asarray(array)
+        case [np.ndarray() as lengths, np.ndarray() as empty] if name != _ARRAY and lengths.dtype == np.int64:
+            return trees.ShapeOfArray(tuple(lengths.tolist()), empty.dtype)
+    raise ValueError(f"no {name} can be made from these {len(parts)} parts")
 
 
 def _class_of(name: str) -> type | None:

@@ -245,12 +245,11 @@ class VariableUpdate(ABC):
     def _gradients(self, variables: Variables, means: Gradients, control: jax.Array) -> tuple[Gradients, jax.Array]:
         """Return the mean gradients in the form that the optimizer gets, and their norm."""
         leaves, structure = jax.tree.flatten(means)
-        if self._settings.unscales:
-            scale = jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
-            leaves = [widened(leaf) / scale for leaf in leaves]
-        weight = weight_of(control)
-        if weight is not None:
-            leaves = [widened(leaf) / weight for leaf in leaves]
+        divisors = [jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)] if self._settings.unscales else []
+        if (weight := weight_of(control)) is not None:
+            divisors.append(weight)
+        if divisors:
+            leaves = [_divided(leaf, divisors) for leaf in leaves]
         dtypes = accumulator_dtypes(variables, self._settings.gradient_dtype)
         leaves = [jnp.asarray(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
         # Behind a barrier, so that the sums have the same bits whatever else is done with the gradients.
@@ -284,6 +283,18 @@ class VariableUpdate(ABC):
             return optimizer_state
         device = self._replicas.variables_device
         return jax.device_put(optimizer_state, jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
+
+
+def _divided(leaf: Leaf, divisors: Sequence[jax.Array]) -> jax.Array:
+    """Return an array divided by one scalar after another, with the same bits for a part and for the whole.
+
+    XLA multiplies by the reciprocal of a scalar instead, or does not, depending on shapes and on the rest of the
+    program. It does not see here that all elements are divided by one number.
+    """
+    quotient = widened(leaf)
+    for divisor in divisors:
+        quotient = quotient / jnp.where(quotient == quotient, divisor, 1)  # NaN stays NaN
+    return quotient
 
 
 @final

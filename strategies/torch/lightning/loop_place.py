@@ -35,8 +35,9 @@ def place_of(trainer: pl.Trainer) -> dict[str, Tree]:
     """Return what a checkpoint of a training needs besides Lightning's part. Collective.
 
     Returns:
-        States of the validation's loaders and of the generators of the process; values of metrics; whether the
-        validation after the last batch is over; gradients if the optimizer has not used them yet.
+        States of the validation's loaders and of the generators of the process; the epochs in which loaders were made;
+        values of metrics; whether the validation after the last batch is over; gradients if the optimizer has not used
+        them yet.
     """
     fit = trainer.fit_loop
     loop, validation = fit.epoch_loop, fit.epoch_loop.val_loop
@@ -45,6 +46,7 @@ def place_of(trainer: pl.Trainer) -> dict[str, Tree]:
     means = [loop._results._forked_name(one, on_step=False)[1] for one in loop._results.values() if one.meta.on_epoch]
     state = {
         "loaders": validation._combined_loader._state_dicts() if validation._combined_loader is not None else [],
+        "made": [validation._last_val_dl_reload_epoch, fit._last_train_dl_reload_epoch],
         "generators": states_of(_of_process()),
         "metrics": {
             name: move_data_to_device(one, _HOST) for name, one in trainer.callback_metrics.items() if name not in means
@@ -70,7 +72,7 @@ class ResumedPlace:
 
     Args:
         checkpoint: The checkpoint. Its part for Lightning's loops is changed: a batch counts as done if its step is
-            done, and only then.
+            done, and only then; states of loaders are taken out.
         state: The result of `place_of`, or an empty dictionary.
     """
 
@@ -78,7 +80,7 @@ class ResumedPlace:
         self._state = state
         loops = checkpoint["loops"]["fit_loop"]
         batches, epochs = loops[_PROGRESS], loops["epoch_progress"]
-        states = loops["state_dict"].get(_LOADERS, [])
+        states = list(loops["state_dict"].pop(_LOADERS, []))  # Lightning would not load them between two epochs
         of_batch, of_epoch = batches["current"], epochs["current"]
         if of_batch["ready"] > of_batch["processed"]:
             for one in states:
@@ -88,11 +90,19 @@ class ResumedPlace:
         for progress, ends in ((batches, self._ends_batch), (epochs, self._ends_epoch)):
             for counts in (progress["current"], progress["total"]) if ends else ():
                 counts["completed"] = counts["processed"]
-        self._loaders = {True: list(states), False: list(state.get("loaders", []))}
+        self._loaders = {True: states, False: list(state.get("loaders", []))}
+        self._made = list(state.get("made", ()))  # empty in checkpoints of version 0.1
 
-    def state_of_loader(self, is_training: bool) -> Mapping[str, Tree] | None:
-        """Return the state of the next loader that is made; None if there is none."""
-        states = self._loaders[is_training]
+    def state_of_loader(self, trainer: pl.Trainer, is_training: bool) -> Mapping[str, Tree] | None:
+        """Return the state of the next loader that is made; None if it begins anew."""
+        states, fit = self._loaders[is_training], trainer.fit_loop
+        if self._made and (every := trainer.reload_dataloaders_every_n_epochs):
+            loop, epoch = fit if is_training else fit.epoch_loop.val_loop, trainer.current_epoch
+            if epoch - self._made[is_training] >= every:  # a training without a stop makes its loaders anew, too
+                self._made[is_training] = epoch
+                if loop._data_source.is_module():
+                    states.clear()
+            fit.epoch_loop.val_loop._last_val_dl_reload_epoch = self._made[False]
         return states.pop(0) if states else None
 
     def enter(self, trainer: pl.Trainer) -> None:
@@ -113,6 +123,7 @@ class ResumedPlace:
         fit._restarting = False  # else the first epoch ends without updates of ReduceLROnPlateau
         if not state:
             return
+        fit._last_train_dl_reload_epoch = self._made[True]
         trainer._logger_connector._callback_metrics.update(
             move_data_to_device(state["metrics"], trainer.strategy.root_device)
         )

@@ -207,6 +207,7 @@ class PopDistLightningStrategy(ParallelStrategy):
     def teardown(self) -> None:
         if self._steps is not None:
             self._steps.disconnect()
+        self._place = None
         if self.lightning_module is not None:
             self.lightning_module.__dict__.pop(_HOOK, None)
         super().teardown()
@@ -230,8 +231,8 @@ class PopDistLightningStrategy(ParallelStrategy):
             injects=self._injects is not False,
         )
         if trainer.state.fn == TrainerFn.FITTING and self._place is not None:
-            state = self._place.state_of_loader(is_training)
-            if state is not None and not (is_training and trainer.fit_loop.restarting):  # Lightning loads it then
+            state = self._place.state_of_loader(trainer, is_training)
+            if state is not None:
                 loader.load_state_dict(state)
         return loader
 
@@ -258,7 +259,6 @@ class PopDistLightningStrategy(ParallelStrategy):
         self._begin_loop()
         if self._place is not None:
             self._place.enter(self._module.trainer)
-            self._place = None
 
     # ---- steps
 

@@ -107,6 +107,20 @@ def test_rows_of_arrays_are_elements(strategy):
     assert batch.shape == (8,)
 
 
+@pytest.mark.parametrize("lengths", [[3, 5, 2, 4], [6, 6, 6, 6]], ids=["ragged", "equal"])
+def test_a_list_is_a_data_set_of_its_elements(strategy, lengths):
+    """Lists are read as by DataLoader, whatever the lengths of their tensors are."""
+    rows = [torch.full((length,), number) for number, length in enumerate(lengths)]
+    dataset = strategies.torch.distribute_dataset(strategy, rows, 1, shuffle=False, collate_fn=list)
+    [batch] = dataset.epoch(0)
+    assert [part[0].tolist() for part in batch.parts] == [row.tolist() for row in rows]
+
+
+def test_arrays_of_unequal_lengths_are_refused(strategy):
+    with pytest.raises(ValueError, match=r"data set\['x'\] has 8, data set\['y'\] has 7; all must have the same"):
+        strategies.torch.distribute_dataset(strategy, {"x": np.ones(8), "y": np.ones(7)}, 2, collate_fn=list)
+
+
 def test_a_loader_of_the_program_gives_parts_of_unequal_shapes(on_instances):
     def run(strategy, parts):
         module, trainer = begun(strategy, lambda module, x: module(x[:, None]).square().mean())

@@ -596,6 +596,40 @@ def test_validations_after_a_resume_draw_and_count_as_without_a_stop(interval, w
     assert {place: train(ckpt_path=tmp_path / f"{place}.ckpt") for place in places} == dict.fromkeys(places, whole)
 
 
+@pytest.mark.parametrize(
+    ("epochs", "options"),
+    [
+        (3, {"reload_dataloaders_every_n_epochs": 1}),
+        (5, {"reload_dataloaders_every_n_epochs": 2, "val_check_interval": 2}),
+        (4, {"check_val_every_n_epoch": 2}),
+    ],
+    ids=["made anew", "made anew every second epoch", "validated every second epoch"],
+)
+@pytest.mark.parametrize("is_hook", [True, False], ids=["hooks", "arguments"])
+def test_loaders_of_a_later_epoch_go_on_or_begin_anew_as_without_a_stop(epochs, options, is_hook, tmp_path):
+    """Hooks make loaders with new generators; a loader that is an argument keeps its generator."""
+
+    def train(*saves, ckpt_path=None):
+        module = Plateau("epoch")
+        make = {
+            "train_dataloader": lambda: loader(sampler=Shuffles("numpy")),
+            "val_dataloader": lambda: loader(Noisy(10), sampler=Shuffles("numpy", 10)),
+        }
+        if is_hook:
+            vars(module).update(make)
+        given = [] if is_hook else [one() for one in make.values()]
+        torch.manual_seed(3)
+        trainer = trainer_of(
+            strategies.LocalStrategy(2), max_epochs=epochs, callbacks=[Saves(tmp_path, *saves)], **options
+        )
+        trainer.fit(module, *given, ckpt_path=ckpt_path)
+        return bits(module), trainer.optimizers[0].param_groups[0]["lr"], float(trainer.callback_metrics["val_loss"])
+
+    places = ["on_train_epoch_end-5", "on_train_batch_end-7", "on_train_epoch_end-10", "on_train_batch_end-12"]
+    whole = train(*places)
+    assert {place: train(ckpt_path=tmp_path / f"{place}.ckpt") for place in places} == dict.fromkeys(places, whole)
+
+
 def test_gradients_that_wait_for_further_batches_are_saved(tmp_path):
     def train(*saves, **resume):
         return rates(tmp_path, saves, Plateau("step", "train_loss_step"), accumulate_grad_batches=2, **resume)

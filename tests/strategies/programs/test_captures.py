@@ -236,6 +236,13 @@ def refused():
     made = lambda: np.random.default_rng().normal()  # noqa: E731 - the function calls it, as helpers are called
     yield "a generator without a seed", lambda: jnp.float32(made()), "calls np.random.default_rng, a generator without"
     yield "Random without a seed", lambda: jnp.float32(random.Random().random()), "calls random.Random, a generator"
+    yield (
+        "a seed of None",
+        lambda: jnp.float32(np.random.default_rng(seed=None).normal()),
+        "calls np.random.default_rng",
+    )
+    bits = lambda: np.random.Generator(np.random.PCG64(None)).normal()  # noqa: E731
+    yield "bits without a seed", lambda: jnp.float32(bits()), "calls np.random.PCG64, a generator without a seed"
     yield "a generator of NumPy", lambda: jnp.float32(generator.normal()), "has drawn from generator"
     yield "a generator of Python", lambda: jnp.float32(own.random()), "has drawn from own"
     yield "a counter", counting, r"has changed what is in counts|has changed counts"
