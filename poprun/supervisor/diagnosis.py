@@ -157,8 +157,8 @@ def _is_early(ending: Ending, facts: Sequence[Facts]) -> bool:
 def find_stuck(facts: Sequence[Facts], now_s: float, limit_s: float) -> int | None:
     """Return the instance for which others have waited for `limit_s` seconds while it did nothing, or None.
 
-    The others wait in a collective, or in their exit handlers. An instance outside of the collective is blamed
-    before an instance inside of it.
+    The others wait in a collective, or in their exit handlers. An instance that a signal has stopped is blamed first,
+    and one outside of the collective before one inside of it.
     """
     still = {
         each.index: each
@@ -172,7 +172,9 @@ def find_stuck(facts: Sequence[Facts], now_s: float, limit_s: float) -> int | No
         awaited = _awaited_at_end(facts, still)
     if not awaited:
         return None
-    return min(awaited, key=lambda each: (_waits(each), each.record.number, each.record.since_s)).index
+    return min(
+        awaited, key=lambda each: (not each.stopped_since_s, _waits(each), each.record.number, each.record.since_s)
+    ).index
 
 
 def judge_stuck(facts: Sequence[Facts], stuck: int, limit_s: float) -> Verdict:

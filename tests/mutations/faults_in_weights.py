@@ -12,9 +12,16 @@ IN_WEIGHTS = (
     Fault(
         name="mean gradients are not divided by the mean weight",
         path="strategies/jax/updates/update.py",
-        old="leaves = [widened(leaf) / weight for leaf in leaves]",
-        new="leaves = [leaf.astype(jnp.float32) for leaf in leaves]",
+        old="            divisors.append(weight)",
+        new="            pass",
         caught_by=_ONE_PROCESS,
+    ),
+    Fault(
+        name="gradients of a part are divided otherwise than those of a whole array",
+        path="strategies/jax/updates/update.py",
+        old="quotient / jnp.where(quotient == quotient, divisor, 1)",
+        new="quotient / divisor",
+        caught_by=f"{_OF_JAX}test_the_bits_are_the_same_for_every_number_of_instances[ring-sharded]",
     ),
     Fault(
         name="gradients are not multiplied by the weight",

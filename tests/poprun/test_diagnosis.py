@@ -423,6 +423,13 @@ class TestAnInstanceThatIsStuck:
         expected, now_s, *instances = case
         assert find_stuck(job(*instances), now_s, 10.0) == expected
 
+    def test_a_stopped_instance_is_blamed_before_one_that_waits_for_it(self):
+        """The limit of the stop itself is over later, because an agent notices a stop at its next look."""
+        facts = job((None, inside(1, 2)), (None, in_state(State.RUNNING, number=9)), (None, in_state(State.RUNNING)))
+        assert find_stuck(facts, 11.0, 10.0) == 2
+        facts[1] = replace(facts[1], stopped_since_s=1.2)
+        assert find_stuck(facts, 11.0, 10.0) == 1
+
     def test_a_stuck_instance_is_told_apart_from_instances_at_the_end(self):
         facts = job((None, leaving()), (None, running()), (exited(0), leaving()))
         assert judge_stuck(facts, 1, 10.0).lines[1:] == ("instance 0 had reached the end of the program",)
