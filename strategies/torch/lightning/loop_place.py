@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Mapping
-from typing import Any, final
+from collections.abc import Collection, Mapping
+from typing import final
 
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from pytorch_lightning.utilities import move_data_to_device
 
 from strategies.torch.lightning.sampler_states import states_of, write_states
@@ -142,7 +143,7 @@ class ResumedPlace:
             progress.completed += 1
 
 
-def _end_batch_first(loop: Any, is_validated: bool) -> None:
+def _end_batch_first(loop: _TrainingEpochLoop, is_validated: bool) -> None:
     """Let the first turn of the loop do what follows a batch, without a batch."""
 
     def advance(data_fetcher: object) -> None:
@@ -152,7 +153,7 @@ def _end_batch_first(loop: Any, is_validated: bool) -> None:
     loop.advance = advance
 
 
-def _warn_of_means(trainer: pl.Trainer, means: Any) -> None:
+def _warn_of_means(trainer: pl.Trainer, means: Collection[str]) -> None:
     users = {getattr(one, "monitor", None): type(one).__name__ for one in trainer.callbacks}
     users |= {
         one.monitor: type(one.scheduler).__name__ for one in trainer.lr_scheduler_configs if one.reduce_on_plateau

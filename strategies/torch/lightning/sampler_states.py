@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -14,6 +14,19 @@ from strategies.typing import Tree
 
 _ROWS = "data_source"
 """The attribute in which samplers of PyTorch keep the data set."""
+
+
+class _WithState(Protocol):
+    """A sampler that offers its state, as those of torchdata do."""
+
+    def state_dict(self) -> Tree: ...
+
+    def load_state_dict(self, state: Tree) -> None: ...
+
+
+_Stateful: TypeAlias = (
+    torch.Generator | random.Random | np.random.RandomState | np.random.Generator | np.random.BitGenerator | _WithState
+)
 
 
 def states_of(sampler: object) -> dict[str, Tree]:
@@ -36,7 +49,7 @@ def write_states(sampler: object, states: Mapping[str, Tree]) -> None:
             _set_state(one, states[name])
 
 
-def _stateful(value: Any, name: str, known: set[int], is_sampler: bool) -> Iterator[tuple[str, Any]]:
+def _stateful(value: Tree, name: str, known: set[int], is_sampler: bool) -> Iterator[tuple[str, _Stateful]]:
     """Yield the objects with a state in a value, each once, and their names."""
     if id(value) in known:
         return
@@ -59,7 +72,7 @@ def _is_generator(value: object) -> bool:
     return isinstance(value, torch.Generator | np.random.RandomState | np.random.Generator | np.random.BitGenerator)
 
 
-def _state_of(value: Any) -> Tree:
+def _state_of(value: _Stateful) -> Tree:
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, random.Random):
@@ -73,7 +86,7 @@ def _state_of(value: Any) -> Tree:
     return value.state_dict()
 
 
-def _set_state(value: Any, state: Tree) -> None:
+def _set_state(value: _Stateful, state: Tree) -> None:
     if isinstance(value, np.random.Generator):
         value = value.bit_generator
     if isinstance(value, torch.Generator):
