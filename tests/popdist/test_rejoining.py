@@ -77,7 +77,7 @@ class Cluster:
         self.staying[0].tell("end")
         workers = [*self.staying, *others]
         assert [worker.end() for worker in workers] == [0] * len(workers), [worker.text for worker in workers]
-        assert not any(worker.containing("has not joined") for worker in workers)
+        assert not any(worker.containing("so it has not joined") for worker in workers)
         return {worker.wait_for("right after") for worker in workers}
 
 
