@@ -6,8 +6,9 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ _HANDSHAKE_LIMIT_MS = 5000  # a peer that is silent for this long is no worker, 
 _IDLE_LIMIT_MS = 5000  # workers open a stream as soon as they connect
 _ROOM_FOR_HEADERS = 1 << 10
 _FOR_OTHERS = stat.S_IXUSR | stat.S_IRWXG | stat.S_IRWXO
+_umask_lock = threading.Lock()
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MESSAGE_BYTES + _ROOM_FOR_HEADERS),
     ("grpc.max_receive_message_length", MESSAGE_BYTES + _ROOM_FOR_HEADERS),
@@ -119,20 +121,31 @@ def open_server(
     endpoints = address.check_free()
     server = grpc.server(DaemonThreads(), (handlers,), options=options, maximum_concurrent_rpcs=room.streams)
     for endpoint in endpoints:
-        before = os.umask(_FOR_OTHERS) if address.path else None  # write permission is the permission to connect
-        try:
-            if certificates is None:
-                server.add_insecure_port(endpoint.place)
-            else:
-                server.add_secure_port(endpoint.place, _server_credentials(certificates))
-        except RuntimeError as error:
-            raise OSError(str(error)) from error
-        finally:
-            if before is not None:
-                os.umask(before)
+        with _private_files() if address.path else nullcontext():  # write permission is the permission to connect
+            try:
+                if certificates is None:
+                    server.add_insecure_port(endpoint.place)
+                else:
+                    server.add_secure_port(endpoint.place, _server_credentials(certificates))
+            except RuntimeError as error:
+                raise OSError(str(error)) from error
         if address.path:  # a default ACL of its folder goes before the umask
             Path(address.path).chmod(stat.S_IRUSR | stat.S_IWUSR)
     return server
+
+
+@contextmanager
+def _private_files() -> Iterator[None]:
+    """Create files that only this user can read and write.
+
+    The umask is the process's: of two threads at the same time, one would restore the umask that the other has set.
+    """
+    with _umask_lock:
+        before = os.umask(_FOR_OTHERS)
+        try:
+            yield
+        finally:
+            os.umask(before)
 
 
 def _server_credentials(certificates: Certificates) -> grpc.ServerCredentials:

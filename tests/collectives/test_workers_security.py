@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ from collectives.network.security import (
     Certificates,
     Security,
 )
-from collectives.network.wire import CONTROL_METHOD, HELLO, PROOF, WELCOME
+from collectives.network.wire import CONTROL_METHOD, HELLO, PROOF, WELCOME, Room, open_server
 from collectives.plans.network import Network
 
 ELSEWHERE = "192.0.2.1:3737"  # in TEST-NET-1, which has no hosts
@@ -164,6 +164,20 @@ def test_the_socket_of_a_worker_was_never_accessible_to_others() -> None:
         program = [sys.executable, "-c", SEES_MODE, address]
         done = subprocess.run(program, env=environ_with(), capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.stdout.split() == ["0o600", "0o0"], done.stderr
+
+
+def test_workers_that_listen_at_the_same_time_leave_the_umask_as_it_was() -> None:
+    def listen(address: str) -> None:
+        handler = grpc.method_handlers_generic_handler("none", {})
+        open_server(Address.parse(address), None, handler, Room(1, 1)).stop(None)
+
+    before = os.umask(0o022)
+    try:
+        with socket_addresses(100) as addresses, ThreadPoolExecutor(4) as threads:
+            list(threads.map(listen, addresses))
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(before)
 
 
 SHRINKS_OPENLY = r"other users can connect to {}, and with on_failure='shrink' any of them could take the place"
