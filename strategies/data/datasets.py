@@ -47,7 +47,8 @@ class DistributedDataset:
       B = `gradient_accumulation_count * batch_size`, replica r takes rows `[r * B, (r + 1) * B)` of each global batch.
     * A `grain.MapDataset`, a `strategies.GrainSource`, or any object with a length and `[i]` that is not iterable.
       Replicas take its elements as they take rows of arrays. Elements are read one by one, and only for the local
-      replicas.
+      replicas. If they draw random numbers from the global generators of Python, NumPy or PyTorch, these depend on
+      the seed, the epoch and the element alone. Such batches are not read ahead, but when they are taken.
     * An object with `shard(n, i)`: replica r iterates over `source.shard(total_replicas, r)` again in every epoch.
       The lengths of the shards give the steps per epoch; without them, `len(source)` split evenly does.
     * An iterable of elements, such as a list: replica r takes elements r, r + R, r + 2R, ... Every instance
@@ -364,7 +365,12 @@ class DistributedDataset:
 
     def _placed(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         placed = (self._moved(batch) for batch in self._source.batches(epoch, start))
-        return prefetched(placed, self.num_read_ahead)
+        return self._after_first(placed) if self._source.runs_code else prefetched(placed, self.num_read_ahead)
+
+    def _after_first(self, placed: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
+        """Read the first batch in the calling thread, and the others ahead only if they draw no random numbers."""
+        first = list(itertools.islice(placed, 1))
+        yield from prefetched(placed, 0 if self._source.draws else self.num_read_ahead, first)
 
     def _unread(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         """Return batches without values, for a spare, which computes nothing. Its first batch has values.

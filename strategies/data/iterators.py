@@ -176,8 +176,8 @@ def reading_ahead() -> Iterator[None]:
         _is_reading_ahead.reset(token)
 
 
-def prefetched(items: Generator[T, None, None], depth: int) -> Generator[T, None, None]:
-    """Yield the items of `items`, computing up to `depth` of them in advance.
+def prefetched(items: Generator[T, None, None], depth: int, first: Sequence[T] = ()) -> Generator[T, None, None]:
+    """Yield the items in `first`, then those of `items`, computing up to `depth` of them in advance.
 
     `items` runs in a daemon thread that starts with the first item taken. An exception of `items` is raised here,
     after the items before it. The thread ends, and `items` is closed, when `items` is exhausted, or this generator is
@@ -185,9 +185,10 @@ def prefetched(items: Generator[T, None, None], depth: int) -> Generator[T, None
     `depth` 0 there is no thread.
     """
     if depth == 0:
+        yield from first
         yield from items
         return
-    yield from _given(_Worker(items, depth))
+    yield from _given(_Worker(items, depth), first)
 
 
 class Prefetcher(Generic[T]):
@@ -215,9 +216,11 @@ class Prefetcher(Generic[T]):
         self._items.close()
 
 
-def _given(worker: _Worker[T]) -> Generator[T, None, None]:
+def _given(worker: _Worker[T], first: Sequence[T] = ()) -> Generator[T, None, None]:
     try:
-        yield from worker.start()
+        worker.start()
+        yield from first
+        yield from worker.items()
     finally:
         worker.stop()
 
@@ -241,10 +244,12 @@ class _Worker(Generic[T]):
         with self._changed:
             return bool(self._ready)
 
-    def start(self) -> Generator[T, None, None]:
+    def start(self) -> None:
         # Exit handlers run in reverse order: the thread ends before JAX, imported earlier, clears its backends.
         forks.at_exit(self.stop)
         self._thread.start()
+
+    def items(self) -> Generator[T, None, None]:
         while self._wait_for_item():
             yield self._take()
         if self._error is not None:

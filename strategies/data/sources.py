@@ -17,6 +17,7 @@ from typing_extensions import override
 import strategies.trees as trees
 from strategies.argument_checks import at_least, positive
 from strategies.data.layout import Indices, Layout, epoch_order
+from strategies.data.randomness import SeededElements, kept_generators
 from strategies.per_replica import PerReplica
 from strategies.typing import Batch, Data, Element, Tree
 
@@ -45,11 +46,16 @@ class DataSource(ABC):
             number of steps without asking the others.
         length: Number of elements of the whole data set; None if unknown.
         steps: Steps per epoch, the same on every instance; None if unknown before the end of an epoch.
+        runs_code: Whether the first batch is read while no other thread runs, to see whether the program's code in it
+            draws random numbers from the global generators.
+        draws: Whether it does, so that no batch may be read ahead.
     """
 
     is_random_access: ClassVar[bool] = False
     length: int | None
     steps: int | None
+    runs_code: bool = False
+    draws: bool = False
 
     @abstractmethod
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
@@ -152,11 +158,28 @@ class Steps:
         self._shuffle = shuffle
         self._order: tuple[int, Indices] | None = None
 
+    @property
+    def runs_code(self) -> bool:
+        """Whether reading runs code of the program, which may draw random numbers."""
+        return self._read is not take_rows
+
     def read(self, number: int) -> Batch:
         """Return the batch of step `number % per_epoch` of epoch `number // per_epoch`."""
+        return self._read_from(self._source, number)
+
+    def read_alone(self, number: int) -> tuple[Batch, bool]:
+        """Return the same batch, and whether it has drawn random numbers, which depend on the elements and the epoch.
+
+        No other thread may draw meanwhile from the global generators, which are restored afterwards.
+        """
+        source = SeededElements(self._source, self._seed, number // self.per_epoch)
+        with kept_generators():
+            return self._read_from(source, number), source.draws
+
+    def _read_from(self, source: Data, number: int) -> Batch:
         epoch, step = divmod(number, self.per_epoch)
         positions = self._layout.positions(step, self.length)
-        values = self._read(self._source, epoch, self._order_of(epoch)[positions % self.length])
+        values = self._read(source, epoch, self._order_of(epoch)[positions % self.length])
         return Masked(values, positions < self.length) if self._layout.pads else values
 
     def _order_of(self, epoch: int) -> Indices:
@@ -178,11 +201,18 @@ class RandomAccessSource(DataSource):
         self._steps = steps
         self.length: int = steps.length
         self.steps: int = steps.per_epoch
+        self.runs_code = steps.runs_code
 
     @override
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         for step in range(start, self.steps):
-            yield self._steps.read(epoch * self.steps + step)
+            number = epoch * self.steps + step
+            if self.draws or (self.runs_code and step == start):
+                batch, draws = self._steps.read_alone(number)
+                self.draws |= draws
+            else:
+                batch = self._steps.read(number)
+            yield batch
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, final
@@ -15,6 +16,7 @@ import strategies.trees as trees
 from strategies.core.digest import digest_of_arrays
 from strategies.data.datasets import is_pytree_of_arrays
 from strategies.data.layout import Indices, Layout
+from strategies.data.randomness import SeededElements, kept_generators
 from strategies.data.sources import (
     DataSource,
     RandomAccess,
@@ -176,5 +178,8 @@ class _Collation:
 
     def _parts(self, source: RandomAccess, indices: Indices, rows: Sequence[int]) -> list[Batch]:
         of_parts = zip(np.split(indices, self.count), rows, strict=True)
-        kept = [[source[int(index)] for index in part[: max(count, 1)]] for part, count in of_parts]
-        return [self.convert(self.collate(elements)) for elements in kept]
+        with kept_generators() if isinstance(source, SeededElements) else nullcontext():
+            return [self._part(source, part[: max(count, 1)]) for part, count in of_parts]
+
+    def _part(self, source: RandomAccess, indices: Indices) -> Batch:
+        return self.convert(self.collate([source[int(index)] for index in indices]))

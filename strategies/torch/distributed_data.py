@@ -10,10 +10,11 @@ import strategies.trees as trees
 from popdist.switches import require_switches
 from strategies.data.datasets import DistributedDataset
 from strategies.data.layout import Layout, Remainder, epoch_order
+from strategies.data.randomness import kept_generators, seed_for
 from strategies.strategy import Strategy
 from strategies.torch.collated import CollatedSource, CollateFn
 from strategies.torch.tensors import as_array, tensors_of
-from strategies.typing import Data
+from strategies.typing import Data, Element
 
 
 def distribute_dataset(
@@ -40,7 +41,8 @@ def distribute_dataset(
     Args:
         strategy: The strategy whose replicas get the shards.
         source: A pytree of tensors or arrays, a `torch.utils.data.Dataset` with a length, or another source that
-            `DistributedDataset` takes.
+            `DistributedDataset` takes. Random numbers that its elements draw depend on the seed, the epoch and the
+            element.
         batch_size: Elements per replica and micro-batch.
         seed: The seed of the shuffle, the same on all instances.
         shuffle: Whether arrays and random-access sources are shuffled.
@@ -84,7 +86,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
             for batch in loader: ...
 
     The elements that a replica reads depend on the seed, the epoch and the number of replicas, and not on the number of
-    instances.
+    instances. If elements draw random numbers, as for random crops, give the loader `sampler.seeded(dataset)`.
 
     Args:
         dataset: Any object with a length.
@@ -144,7 +146,50 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         order = epoch_order(self._length, self._seed, self.epoch, shuffle=self._shuffle)
         for step in range(self._layout.steps(self._length)):
-            yield from order[self._layout.positions(step) % self._length].tolist()
+            for index in order[self._layout.positions(step) % self._length].tolist():
+                yield _RowOfEpoch(index, self.epoch)
+
+    def seeded(self, dataset: torch.utils.data.Dataset[Element]) -> torch.utils.data.Dataset[Element]:
+        """Return the data set with random numbers that depend on the seed, the epoch and the element alone.
+
+            loader = DataLoader(sampler.seeded(dataset), sampler.instance_batch_size, sampler=sampler, num_workers=4)
+
+        Each element that is read seeds the global generators of PyTorch (on the CPU), NumPy and Python, so every number
+        of instances and workers draws the same. Their states are restored afterwards.
+
+        Args:
+            dataset: A data set with `[i]`.
+        """
+        return _SeededRows(dataset, self._seed)
+
+
+class _RowOfEpoch(int):
+    """The index of an element that is read in an epoch. Worker processes of a loader get it pickled."""
+
+    epoch: int
+
+    def __new__(cls, index: int, epoch: int) -> _RowOfEpoch:
+        row = super().__new__(cls, index)
+        row.epoch = epoch
+        return row
+
+    def __reduce__(self) -> tuple[type[_RowOfEpoch], tuple[int, int]]:
+        return _RowOfEpoch, (int(self), self.epoch)
+
+
+class _SeededRows(torch.utils.data.Dataset[Element]):
+    """The elements of a data set, each of which draws random numbers of its own."""
+
+    def __init__(self, dataset: torch.utils.data.Dataset[Element], seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self._dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Element:
+        with kept_generators():
+            seed_for(self._seed, getattr(index, "epoch", 0), index)
+            return self._dataset[int(index)]
 
 
 def _of_tensors(source: object) -> object:

@@ -64,6 +64,20 @@ IN_STRATEGIES = (
         caught_by="tests/strategies/test_taking_turns.py::TestMayWait::test_a_program_that_calls_python_may_wait",
     ),
     Fault(
+        name="elements draw the same random numbers in every epoch",
+        path="strategies/data/randomness.py",
+        old='words = struct.pack("<3q", seed, epoch, index)',
+        new='words = struct.pack("<3q", seed, 0, index)',
+        caught_by="tests/strategies/on_torch/test_random_elements.py::test_an_element_draws_the_same_on_any_number_of_instances",
+    ),
+    Fault(
+        name="elements that draw random numbers are read ahead",
+        path="strategies/data/datasets.py",
+        old="0 if self._source.draws else self.num_read_ahead",
+        new="self.num_read_ahead",
+        caught_by="tests/strategies/on_torch/test_random_elements.py::test_only_elements_that_draw_nothing_are_read_ahead_in_a_thread",
+    ),
+    Fault(
         name="a row of every global batch is skipped",
         path="strategies/data/layout.py",
         old="first = step * self.global_batch_size",

@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
+from strategies.data.randomness import drawing_alike, seed_python_and_numpy
 from strategies.torch.randomness import drawing_from
-
-_WORD = 2**32  # NumPy's global generator takes seeds of 32 bits
 
 
 def seed_all(seed: int) -> None:
     """Seed the global generators of PyTorch, NumPy and Python of a process that draws for one replica only."""
     torch.manual_seed(seed)
-    _seed_others(seed)
-
-
-def _seed_others(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % _WORD)  # noqa: NPY002 - programs draw from it
-
-
-@contextmanager
-def drawing_alike(seed: int) -> Iterator[None]:
-    """Seed the global generators of NumPy and Python for the code inside, and restore their states afterwards."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    _seed_others(seed)
-    try:
-        yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)  # noqa: NPY002
+    seed_python_and_numpy(seed)
 
 
 @contextmanager

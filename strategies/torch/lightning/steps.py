@@ -10,13 +10,14 @@ import torch
 from pytorch_lightning.plugins import MixedPrecision, Precision
 from pytorch_lightning.strategies.strategy import _ForwardRedirection
 
+from strategies.data.randomness import drawing_alike
 from strategies.errors import StrategyError
 from strategies.outcome import Outcome
 from strategies.strategy import Strategy
 from strategies.torch.distributed_model import DistributedModel
 from strategies.torch.lightning.attribute_states import AttributeStates
 from strategies.torch.lightning.metric_states import MetricStates
-from strategies.torch.lightning.randomness import drawing_alike, drawing_all_from
+from strategies.torch.lightning.randomness import drawing_all_from
 from strategies.torch.lightning.replica_batches import ReplicaBatches
 from strategies.torch.lightning.step_logs import StepLogs
 from strategies.torch.outcomes import number_of, one_of, states_to

@@ -1,0 +1,179 @@
+"""Data sets whose elements draw from the global generators of Python, NumPy and PyTorch."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import strategies
+import strategies.torch
+from strategies.data.datasets import DistributedDataset
+from strategies.torch.collated import CollatedSource
+from strategies.torch.tensors import tensors_of
+
+ROWS, BATCH = 24, 2
+
+
+class Rows:
+    """Elements `(index, numbers drawn by `draw`)`.
+
+    Attributes:
+        readers: The threads that have read elements.
+    """
+
+    def __init__(self, draw):
+        self.draw, self.readers = draw, []
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        self.readers.append(threading.current_thread())
+        return {"index": np.int64(index), "drawn": self.draw(index)}
+
+
+def of_python(index):
+    return np.float64(random.random())
+
+
+def of_numpy(index):
+    return np.float64(np.random.rand())  # noqa: NPY002
+
+
+def of_torch(index):
+    return np.float64(torch.rand(()).item())
+
+
+def of_all(index):
+    return np.float64(random.random() + np.random.rand() + torch.rand(()).item())  # noqa: NPY002
+
+
+def of_none(index):
+    return np.float64(0)
+
+
+def epoch_of(dataset, epoch):
+    """Return what each element has drawn in an epoch, by its index; instances may not share elements."""
+    found = {}
+    for batch in dataset.epoch(epoch):
+        found |= dict(zip(batch["index"].tolist(), batch["drawn"].tolist(), strict=True))
+    return found
+
+
+def shard(rows, local, prefetch=2, epoch=0, seed=3):
+    dataset = DistributedDataset(
+        rows, batch_size=BATCH, total_replicas=4, local_replicas=local, seed=seed, prefetch=prefetch
+    )
+    return epoch_of(dataset, epoch)
+
+
+@pytest.mark.parametrize("draw", [of_python, of_numpy, of_torch, of_all])
+def test_an_element_draws_the_same_on_any_number_of_instances(draw):
+    whole = shard(Rows(draw), range(4))
+    assert len(set(whole.values())) == ROWS
+    random.seed(7), np.random.seed(7), torch.manual_seed(7)  # noqa: NPY002
+    parts = [shard(Rows(draw), [replica]) for replica in range(4)]
+    assert {index: drawn for part in parts for index, drawn in part.items()} == whole
+    assert shard(Rows(draw), range(4), epoch=1) != whole
+    assert shard(Rows(draw), range(4), seed=4) != whole
+
+
+def test_reading_leaves_the_programs_generators_as_they_are():
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
+    expected = [of_all(0) for _ in range(3)]
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
+    found = [of_all(0)]
+    batches = strategies.LocalStrategy(4).distribute_dataset(Rows(of_all), batch_size=BATCH).epoch(0)
+    for _ in range(2):
+        next(batches)
+        found.append(of_all(0))
+    assert found == expected
+
+
+@pytest.mark.parametrize(("draw", "is_ahead"), [(of_none, True), (of_numpy, False)])
+def test_only_elements_that_draw_nothing_are_read_ahead_in_a_thread(draw, is_ahead):
+    rows = Rows(draw)
+    shard(rows, range(4))
+    here = [reader is threading.current_thread() for reader in rows.readers]
+    assert here == [True] * 4 * BATCH + [not is_ahead] * (ROWS - 4 * BATCH)
+
+
+def test_an_epoch_that_goes_on_draws_the_same():
+    dataset = DistributedDataset(Rows(of_torch), batch_size=BATCH, total_replicas=4, local_replicas=range(4))
+    whole = [batch["drawn"].tolist() for batch in dataset.epoch(0)]
+    batches = dataset.epoch(0)
+    next(batches)
+    position = dataset.position()
+    batches.close()
+    dataset.restore(position)
+    assert [batch["drawn"].tolist() for batch in dataset.epoch(0)] == whole[1:]
+
+
+def test_a_batch_that_is_read_again_for_other_replicas_draws_the_same():
+    dataset = DistributedDataset(Rows(of_all), batch_size=BATCH, total_replicas=4, local_replicas=range(4))
+    whole = [batch["drawn"].tolist() for batch in dataset.epoch(0)]
+    dataset.redistribute([0, 1])
+    batches = dataset.epoch(0)
+    next(batches), next(batches)
+    dataset.redistribute([2, 3])
+    assert dataset.read_again()["drawn"].tolist() == whole[1][2 * BATCH :]
+    batches.close()
+
+
+def masked(elements):
+    """Collate as for a masked language model, with numbers that the collation draws."""
+    return {"mask": torch.rand(len(elements))}
+
+
+def test_a_collation_draws_the_same_on_any_number_of_instances():
+    def masks(local):
+        source = CollatedSource(Rows(of_none), masked, tensors_of)
+        dataset = DistributedDataset(source, batch_size=BATCH, total_replicas=4, local_replicas=local)
+        return [[part["mask"].tolist() for part in batch.parts] for batch in dataset.epoch(0)]
+
+    whole = masks(range(4))
+    assert len({tuple(mask) for step in whole for mask in step}) == ROWS // BATCH
+    for replica in range(4):
+        assert masks([replica]) == [[step[replica]] for step in whole]
+
+
+class Drawn(torch.utils.data.Dataset):
+    """Elements for PyTorch's loader, whose workers import this module."""
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        return index, of_all(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_seeds_the_elements_of_a_loader(workers):
+    strategy = strategies.LocalStrategy(2)
+    sampler = strategies.torch.DistributedSampler(Drawn(), strategy, batch_size=3)
+    rows = sampler.seeded(Drawn())
+    loader = torch.utils.data.DataLoader(rows, sampler.instance_batch_size, sampler=sampler, num_workers=workers)
+
+    def drawn(epoch):
+        sampler.set_epoch(epoch)
+        return {int(index): float(one) for batch in loader for index, one in zip(*batch, strict=True)}
+
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first = drawn(0)
+    assert len(first) == len(rows) == ROWS
+    assert drawn(1) != first
+    assert drawn(0) == first == {index: float(rows[index][1]) for index in first}
+    torch.set_rng_state(before)
+
+
+def test_an_index_of_an_epoch_can_be_pickled():
+    sampler = strategies.torch.DistributedSampler(Drawn(), strategies.LocalStrategy(2), batch_size=3)
+    sampler.set_epoch(4)
+    row = pickle.loads(pickle.dumps(next(iter(sampler))))
+    assert (row.epoch, row) == (4, next(iter(sampler)))
