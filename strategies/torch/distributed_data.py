@@ -76,6 +76,43 @@ def distribute_dataset(
     return dataset
 
 
+class RowOfEpoch(int):
+    """The index of an element that is read in an epoch. Worker processes of a loader get it pickled."""
+
+    epoch: int
+
+    def __new__(cls, index: int, epoch: int) -> RowOfEpoch:
+        """Make an index."""
+        row = super().__new__(cls, index)
+        row.epoch = epoch
+        return row
+
+    def __reduce__(self) -> tuple[type[RowOfEpoch], tuple[int, int]]:
+        return RowOfEpoch, (int(self), self.epoch)
+
+
+class SeededRows(torch.utils.data.Dataset[Element]):
+    """A data set whose elements draw random numbers that depend on the seed, the epoch and the element alone.
+
+    No other thread of the process may draw from the global generators meanwhile. Their states are restored.
+
+    Args:
+        dataset: The data set. Its elements are read by a `RowOfEpoch`.
+        seed: The seed.
+    """
+
+    def __init__(self, dataset: torch.utils.data.Dataset[Element], seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self._dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Element:
+        with kept_generators():
+            seed_for(self._seed, getattr(index, "epoch", 0), index)
+            return self._dataset[int(index)]
+
+
 class DistributedSampler(torch.utils.data.Sampler[int]):
     """A sampler of this instance's shard: the indices of the elements that `distribute_dataset` gives to its replicas.
 
@@ -147,7 +184,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         order = epoch_order(self._length, self._seed, self.epoch, shuffle=self._shuffle)
         for step in range(self._layout.steps(self._length)):
             for index in order[self._layout.positions(step) % self._length].tolist():
-                yield _RowOfEpoch(index, self.epoch)
+                yield RowOfEpoch(index, self.epoch)
 
     def seeded(self, dataset: torch.utils.data.Dataset[Element]) -> torch.utils.data.Dataset[Element]:
         """Return the data set with random numbers that depend on the seed, the epoch and the element alone.
@@ -160,36 +197,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         Args:
             dataset: A data set with `[i]`.
         """
-        return _SeededRows(dataset, self._seed)
-
-
-class _RowOfEpoch(int):
-    """The index of an element that is read in an epoch. Worker processes of a loader get it pickled."""
-
-    epoch: int
-
-    def __new__(cls, index: int, epoch: int) -> _RowOfEpoch:
-        row = super().__new__(cls, index)
-        row.epoch = epoch
-        return row
-
-    def __reduce__(self) -> tuple[type[_RowOfEpoch], tuple[int, int]]:
-        return _RowOfEpoch, (int(self), self.epoch)
-
-
-class _SeededRows(torch.utils.data.Dataset[Element]):
-    """The elements of a data set, each of which draws random numbers of its own."""
-
-    def __init__(self, dataset: torch.utils.data.Dataset[Element], seed: int) -> None:
-        self._dataset, self._seed = dataset, seed
-
-    def __len__(self) -> int:
-        return len(self._dataset)  # type: ignore[arg-type]
-
-    def __getitem__(self, index: int) -> Element:
-        with kept_generators():
-            seed_for(self._seed, getattr(index, "epoch", 0), index)
-            return self._dataset[int(index)]
+        return SeededRows(dataset, self._seed)
 
 
 def _of_tensors(source: object) -> object:

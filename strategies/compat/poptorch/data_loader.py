@@ -18,6 +18,7 @@ from strategies.compat.poptorch.options import Options
 from strategies.data.iterators import prefetched
 from strategies.data.layout import Layout, epoch_order
 from strategies.errors import StrategyError
+from strategies.torch.distributed_data import RowOfEpoch, SeededRows
 from strategies.torch.randomness import drawing_from, seed_of
 from strategies.typing import Batch, Data, Element
 
@@ -142,6 +143,8 @@ class DataLoader:
         if sampler is not None:
             self._refuse_samplers(sampler)
         self._refuse_lengths(self._length)
+        if num_workers or self._mode is DataLoaderMode.Sync:  # no thread of this process reads elements
+            dataset = SeededRows(dataset, options.seed)
         self._loader = torch.utils.data.DataLoader(
             dataset, batch_sampler=_Rows(self), collate_fn=self._collate, **workers
         )
@@ -236,13 +239,17 @@ class DataLoader:
                 )
             yield self._collate(rows)
 
-    def _rows_of(self, epoch: int) -> Iterator[list[int]]:
+    def _rows_of(self, epoch: int) -> Iterator[list[RowOfEpoch]]:
+        for rows in self._indices_of(epoch):
+            yield [RowOfEpoch(index, epoch) for index in rows.tolist()]
+
+    def _indices_of(self, epoch: int) -> Iterator[np.ndarray]:
         order, places = self._order_of(epoch), self._places
         whole, rest = divmod(len(order), self._rows_of_all)
         for number in range(whole):
-            yield order[number * self._rows_of_all + places].tolist()
+            yield order[number * self._rows_of_all + places]
         if rest and not self._drops:
-            yield order[whole * self._rows_of_all :].tolist()
+            yield order[whole * self._rows_of_all :]
 
     def _order_of(self, epoch: int) -> np.ndarray:
         if self._sampler is None:
@@ -274,7 +281,7 @@ class _Rows:
     def __init__(self, loader: DataLoader) -> None:
         self._loader, self._epoch = loader, 0
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[RowOfEpoch]]:
         epoch, self._epoch = self._epoch, self._epoch + 1
         return self._loader._rows_of(epoch)
 

@@ -12,11 +12,14 @@ import torch
 
 import strategies
 import strategies.torch
+from strategies.compat import poptorch
 from strategies.data.datasets import DistributedDataset
 from strategies.torch.collated import CollatedSource
 from strategies.torch.tensors import tensors_of
 
 ROWS, BATCH = 24, 2
+ASYNC, ENDS = poptorch.DataLoaderMode.Async, {"persistent_workers": False}
+NO_TENSORS = {"collate_fn": list}  # a worker that ends just after it has sent a tensor may leave a folder of its own
 
 
 class Rows:
@@ -157,19 +160,36 @@ def test_a_sampler_seeds_the_elements_of_a_loader(workers):
     strategy = strategies.LocalStrategy(2)
     sampler = strategies.torch.DistributedSampler(Drawn(), strategy, batch_size=3)
     rows = sampler.seeded(Drawn())
-    loader = torch.utils.data.DataLoader(rows, sampler.instance_batch_size, sampler=sampler, num_workers=workers)
+    size = sampler.instance_batch_size
+    loader = torch.utils.data.DataLoader(rows, size, sampler=sampler, num_workers=workers, **NO_TENSORS)
 
     def drawn(epoch):
         sampler.set_epoch(epoch)
-        return {int(index): float(one) for batch in loader for index, one in zip(*batch, strict=True)}
+        return {index: drawn for batch in loader for index, drawn in batch}
 
     torch.manual_seed(5)
     before = torch.get_rng_state()
     first = drawn(0)
     assert len(first) == len(rows) == ROWS
     assert drawn(1) != first
-    assert drawn(0) == first == {index: float(rows[index][1]) for index in first}
+    assert drawn(0) == first == {index: rows[index][1] for index in first}
     torch.set_rng_state(before)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_workers": 2}, {"num_workers": 1, "mode": poptorch.DataLoaderMode.Async}]
+)
+def test_elements_of_poptorchs_loader_draw_by_seed_epoch_and_element(settings):
+    def loaded():
+        options = poptorch.Options().randomSeed(2)
+        loader = poptorch.DataLoader(options, Drawn(), batch_size=3, shuffle=True, **settings, **NO_TENSORS)
+        return [{index: drawn for batch in loader for index, drawn in batch} for _ in "12"]
+
+    first, second = loaded()
+    assert len(first) == ROWS
+    assert all(first[index] != second[index] for index in first)
+    torch.rand(3), random.random()
+    assert loaded() == [first, second]
 
 
 def test_an_index_of_an_epoch_can_be_pickled():
