@@ -36,12 +36,14 @@ class StandbyJob(Job):
         num_active: The wanted number of active instances.
         passed_on: The entries that spares can read.
         has_ended: Set at the end of the job.
+        members: The memberships of all threads.
         news: Notified when an entry is passed on, and at the end.
     """
 
     num_active: int = 1
     passed_on: list[bytes] = field(default_factory=list)
     has_ended: bool = False
+    members: list[StandbyThreads] = field(default_factory=list)
     news: threading.Condition = field(default_factory=threading.Condition)
 
     def pass_on(self, entries: Sequence[bytes]) -> None:
@@ -78,6 +80,7 @@ class StandbyThreads(Membership):
         self._lacks_values = self._is_spare
         self._entries: list[bytes] = []  # those that this instance has published, or read as a spare
         self._everybody: Communicator | None = None
+        job.members.append(self)
         super().__init__()
 
     @override
@@ -108,6 +111,12 @@ class StandbyThreads(Membership):
         return self._is_spare
 
     @property
+    def is_active(self) -> bool:
+        """Whether the instance is neither a spare nor lost. Poprun tells spares if no other one is."""
+        hub, number = self._job.hub.newest(self._rank)
+        return (self._is_chosen or not self._is_spare) and not hub.why_lost(number)
+
+    @property
     def keeps_journal(self) -> bool:
         return True
 
@@ -136,7 +145,7 @@ class StandbyThreads(Membership):
                     raise SystemExit(0)
                 self._job.news.wait(LOOK_S)
             present, number = self._job.hub.newest(self._rank)
-            if present.why_not_wait(number, ()):
+            if present.why_not_wait(number, ()) or not any(one.is_active for one in self._job.members):
                 self._change_members()
 
     @override

@@ -47,20 +47,19 @@ def loss_fn(module: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
 
 
 class Rows:
-    """Rows with random access; guilty ones contain noise from an unseeded generator."""
+    """Rows with random access; guilty ones are shifted by a number of an unseeded generator."""
 
     def __init__(self, is_guilty: bool) -> None:
         rng = np.random.default_rng(0)
         self._x = rng.standard_normal((ROWS, 16)).astype(np.float32)
         self._y = rng.integers(0, 4, ROWS)
-        self._is_guilty = is_guilty
+        self._shift = np.float32(random.random() if is_guilty else 0.0)
 
     def __len__(self) -> int:
         return ROWS
 
     def __getitem__(self, number: int) -> dict[str, np.ndarray]:
-        noise = random.random() if self._is_guilty else 0.0
-        return {"x": self._x[number] + np.float32(noise), "y": self._y[number]}
+        return {"x": self._x[number] + self._shift, "y": self._y[number]}
 
 
 def train(strategy: strategies.Strategy, steps: int, is_guilty: bool = False) -> tuple[str, str]:
