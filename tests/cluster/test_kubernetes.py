@@ -236,7 +236,8 @@ def test_a_job_goes_on_with_a_pod_that_replaces_a_lost_one(bed: Bed) -> None:
     pods = pods_of_trainjob()
     folder = Path(tempfile.mkdtemp(dir=bed.shared))
     long = ("--model", "mlp", "--max-steps", "40")
-    options = ("--on-failure", "restart", "--max-restarts", "1")
+    waiting = ("--inject", "delay:instance=0,step=12,seconds=100")  # until the pod is lost
+    options = ("--on-failure", "restart", "--max-restarts", "1", *waiting)
     keeping = ("--checkpoint-dir", str(folder), "--checkpoint-every", "5")
     with cluster_of(bed, pods) as cluster:
         cluster.start_others()
