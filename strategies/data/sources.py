@@ -17,7 +17,7 @@ from typing_extensions import override
 import strategies.trees as trees
 from strategies.argument_checks import at_least, positive
 from strategies.data.layout import Indices, Layout, epoch_order
-from strategies.data.randomness import SeededElements, kept_generators
+from strategies.data.randomness import SeededElements, WatchedElements, kept_generators
 from strategies.per_replica import PerReplica
 from strategies.typing import Batch, Data, Element, Tree
 
@@ -46,8 +46,8 @@ class DataSource(ABC):
             number of steps without asking the others.
         length: Number of elements of the whole data set; None if unknown.
         steps: Steps per epoch, the same on every instance; None if unknown before the end of an epoch.
-        runs_code: Whether the first batch is read while no other thread runs, to see whether the program's code in it
-            draws random numbers from the global generators.
+        runs_code: Whether reading runs code of the program. The first batch, taken while no other thread draws, shows
+            whether that code draws random numbers from the global generators.
         draws: Whether it does, so that no batch may be read ahead.
     """
 
@@ -167,12 +167,17 @@ class Steps:
         """Return the batch of step `number % per_epoch` of epoch `number // per_epoch`."""
         return self._read_from(self._source, number)
 
-    def read_alone(self, number: int) -> tuple[Batch, bool]:
-        """Return the same batch, and whether it has drawn random numbers, which depend on the elements and the epoch.
+    def read_seeded(self, number: int) -> Batch:
+        """Return the same batch, with random numbers that depend on the elements and the epoch alone.
 
         No other thread may draw meanwhile from the global generators, which are restored afterwards.
         """
-        source = SeededElements(self._source, self._seed, number // self.per_epoch)
+        with kept_generators():
+            return self._read_from(SeededElements(self._source, self._seed, number // self.per_epoch), number)
+
+    def read_watched(self, number: int) -> tuple[Batch, bool]:
+        """Return the result of `read_seeded`, and whether random numbers were drawn."""
+        source = WatchedElements(self._source, self._seed, number // self.per_epoch)
         with kept_generators():
             return self._read_from(source, number), source.draws
 
@@ -207,12 +212,13 @@ class RandomAccessSource(DataSource):
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         for step in range(start, self.steps):
             number = epoch * self.steps + step
-            if self.draws or (self.runs_code and step == start):
-                batch, draws = self._steps.read_alone(number)
-                self.draws |= draws
+            if self.draws:
+                yield self._steps.read_seeded(number)
+            elif self.runs_code and step == start:
+                batch, self.draws = self._steps.read_watched(number)
+                yield batch
             else:
-                batch = self._steps.read(number)
-            yield batch
+                yield self._steps.read(number)
 
 
 @dataclass(frozen=True)

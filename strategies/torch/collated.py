@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, final
@@ -16,7 +15,7 @@ import strategies.trees as trees
 from strategies.core.digest import digest_of_arrays
 from strategies.data.datasets import is_pytree_of_arrays
 from strategies.data.layout import Indices, Layout
-from strategies.data.randomness import SeededElements, kept_generators
+from strategies.data.randomness import kept_generators
 from strategies.data.sources import (
     DataSource,
     RandomAccess,
@@ -172,14 +171,16 @@ class _Collation:
 
     def __call__(self, source: RandomAccess, epoch: int, indices: Indices) -> CollatedBatch:
         """Read a batch, as `Read`."""
-        rows = len(indices) // self.count
-        shortened = partial(self._parts, source, indices)
-        return CollatedBatch(shortened([rows] * self.count), len(indices), shortened)
+        parts = self._parts(source, indices, [len(indices) // self.count] * self.count)
+        return CollatedBatch(parts, len(indices), partial(self._shortened, source, indices))
+
+    def _shortened(self, source: RandomAccess, indices: Indices, rows: Sequence[int]) -> list[Batch]:
+        with kept_generators():  # the program's, which draws meanwhile
+            return self._parts(source, indices, rows)
 
     def _parts(self, source: RandomAccess, indices: Indices, rows: Sequence[int]) -> list[Batch]:
         of_parts = zip(np.split(indices, self.count), rows, strict=True)
-        with kept_generators() if isinstance(source, SeededElements) else nullcontext():
-            return [self._part(source, part[: max(count, 1)]) for part, count in of_parts]
+        return [self._part(source, part[: max(count, 1)]) for part, count in of_parts]
 
     def _part(self, source: RandomAccess, indices: Indices) -> Batch:
         return self.convert(self.collate([source[int(index)] for index in indices]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 
 import torch
 
@@ -108,9 +108,16 @@ class SeededRows(torch.utils.data.Dataset[Element]):
         return len(self._dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> Element:
-        with kept_generators():
-            seed_for(self._seed, getattr(index, "epoch", 0), index)
-            return self._dataset[int(index)]
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Element]:
+        """Return the elements of a batch, for PyTorch's loader."""
+        with kept_generators():  # which takes as long as seeding for ten elements
+            return [self._seeded(index) for index in indices]
+
+    def _seeded(self, index: int) -> Element:
+        seed_for(self._seed, getattr(index, "epoch", 0), index)
+        return self._dataset[int(index)]
 
 
 class DistributedSampler(torch.utils.data.Sampler[int]):

@@ -11,8 +11,6 @@ draws the numbers that a process draws after `torch.manual_seed` with the same s
 
 from __future__ import annotations
 
-import hashlib
-import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -22,6 +20,7 @@ from typing import Any
 import torch
 import torch._functorch.config
 
+from strategies.data.randomness import seed_from
 from strategies.errors import StrategyError
 from strategies.torch.threads import ThreadValue
 
@@ -60,8 +59,7 @@ def seed_of(seed: int, replica: int, step: int, micro_batch: int = 0) -> int:
         step: The number of updates before.
         micro_batch: The number of the micro-batch in the step.
     """
-    words = struct.pack("<4q", seed, replica, step, micro_batch)
-    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
+    return seed_from(seed, replica, step, micro_batch)
 
 
 @contextmanager

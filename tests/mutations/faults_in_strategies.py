@@ -66,8 +66,8 @@ IN_STRATEGIES = (
     Fault(
         name="elements draw the same random numbers in every epoch",
         path="strategies/data/randomness.py",
-        old='words = struct.pack("<3q", seed, epoch, index)',
-        new='words = struct.pack("<3q", seed, 0, index)',
+        old="word = seed_from(seed, epoch, index)",
+        new="word = seed_from(seed, 0, index)",
         caught_by="tests/strategies/on_torch/test_random_elements.py::test_an_element_draws_the_same_on_any_number_of_instances",
     ),
     Fault(

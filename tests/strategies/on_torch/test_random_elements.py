@@ -18,7 +18,6 @@ from strategies.torch.collated import CollatedSource
 from strategies.torch.tensors import tensors_of
 
 ROWS, BATCH = 24, 2
-ASYNC, ENDS = poptorch.DataLoaderMode.Async, {"persistent_workers": False}
 NO_TENSORS = {"collate_fn": list}  # a worker that ends just after it has sent a tensor may leave a folder of its own
 
 
