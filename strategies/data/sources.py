@@ -17,7 +17,7 @@ from typing_extensions import override
 import strategies.trees as trees
 from strategies.argument_checks import at_least, positive
 from strategies.data.layout import Indices, Layout, epoch_order
-from strategies.data.randomness import SeededElements, WatchedElements, kept_generators
+from strategies.data.randomness import DrawWatch, SeededElements, kept_generators
 from strategies.per_replica import PerReplica
 from strategies.typing import Batch, Data, Element, Tree
 
@@ -167,19 +167,20 @@ class Steps:
         """Return the batch of step `number % per_epoch` of epoch `number // per_epoch`."""
         return self._read_from(self._source, number)
 
-    def read_seeded(self, number: int) -> Batch:
+    def read_seeded(self, number: int, watch: DrawWatch | None = None) -> Batch:
         """Return the same batch, with random numbers that depend on the elements and the epoch alone.
 
         No other thread may draw meanwhile from the global generators, which are restored afterwards.
+
+        Args:
+            number: The number of the step.
+            watch: A watch that sees whether random numbers are drawn; None if nobody asks.
         """
         with kept_generators():
-            return self._read_from(SeededElements(self._source, self._seed, number // self.per_epoch), number)
-
-    def read_watched(self, number: int) -> tuple[Batch, bool]:
-        """Return the result of `read_seeded`, and whether random numbers were drawn."""
-        source = WatchedElements(self._source, self._seed, number // self.per_epoch)
-        with kept_generators():
-            return self._read_from(source, number), source.draws
+            batch = self._read_from(SeededElements(self._source, self._seed, number // self.per_epoch, watch), number)
+            if watch is not None:
+                watch.look()
+            return batch
 
     def _read_from(self, source: Data, number: int) -> Batch:
         epoch, step = divmod(number, self.per_epoch)
@@ -215,7 +216,9 @@ class RandomAccessSource(DataSource):
             if self.draws:
                 yield self._steps.read_seeded(number)
             elif self.runs_code and step == start:
-                batch, self.draws = self._steps.read_watched(number)
+                watch = DrawWatch()
+                batch = self._steps.read_seeded(number, watch)
+                self.draws = watch.has_seen
                 yield batch
             else:
                 yield self._steps.read(number)

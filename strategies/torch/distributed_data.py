@@ -105,7 +105,7 @@ class SeededRows(torch.utils.data.Dataset[Element]):
         self._dataset, self._seed = dataset, seed
 
     def __len__(self) -> int:
-        return len(self._dataset)  # type: ignore[arg-type]
+        return len(self._dataset)  # type: ignore[arg-type, unused-ignore]
 
     def __getitem__(self, index: int) -> Element:
         return self.__getitems__([index])[0]
