@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from strategies.torch.distributed_model import DistributedModel as DistributedModel
     from strategies.torch.options import TorchOptions as TorchOptions
     from strategies.torch.outcomes import loss_weight as loss_weight
-    from strategies.torch.randomness import seed_of as seed_of
-    from strategies.torch.replica_groups import ReplicaGroups as ReplicaGroups
-    from strategies.torch.replica_groups import group_replicas as group_replicas
+    from strategies.torch.replicas.generators import seed_of as seed_of
+    from strategies.torch.replicas.groups import ReplicaGroups as ReplicaGroups
+    from strategies.torch.replicas.groups import group_replicas as group_replicas
     from strategies.torch.state_dicts import StateDicts as StateDicts
     from strategies.torch.state_dicts import load_state_dicts as load_state_dicts
     from strategies.torch.trainer import Trainer as Trainer
@@ -40,15 +40,15 @@ _PLACES = {
     "CollatedBatch": "strategies.torch.collated",
     "DistributedModel": "strategies.torch.distributed_model",
     "DistributedSampler": "strategies.torch.distributed_data",
-    "ReplicaGroups": "strategies.torch.replica_groups",
+    "ReplicaGroups": "strategies.torch.replicas.groups",
     "StateDicts": "strategies.torch.state_dicts",
     "TorchOptions": "strategies.torch.options",
     "Trainer": "strategies.torch.trainer",
     "distribute_dataset": "strategies.torch.distributed_data",
-    "group_replicas": "strategies.torch.replica_groups",
+    "group_replicas": "strategies.torch.replicas.groups",
     "load_state_dicts": "strategies.torch.state_dicts",
     "loss_weight": "strategies.torch.outcomes",
-    "seed_of": "strategies.torch.randomness",
+    "seed_of": "strategies.torch.replicas.generators",
 }
 """The public names, and the modules that have them; a name is imported at its first use."""
 

@@ -25,7 +25,7 @@ from strategies.core.journal import Recorded
 from strategies.core.survival import together
 from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.optimizer_arrays import PARAMS
-from strategies.torch.replica_groups import groups_of
+from strategies.torch.replicas.groups import groups_of
 
 Order = Mapping[str, Sequence[str]]
 """The order of the parts of a module: the keys of each of its dictionaries."""
@@ -152,19 +152,18 @@ def _shown(value: object) -> str:
 class StepSettings:
     """The settings of a training: `requires_grad`, and the numbers and members of the optimizer's groups."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
-        self._parameters, self._optimizer = parameters, optimizer
-        self._places = {id(one): place for place, one in enumerate(parameters)}
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
         self._seen: list[object] = []
         self._hash = 0
 
-    def word(self, step: int) -> int:
+    def word(self, step: int, parameters: Sequence[torch.Tensor]) -> int:
         """Hash the settings to a number from 0 to 63, which depends on the step.
 
         Two different settings have equal hashes in one of 64 steps, so a difference is found at once or a few steps
         later.
         """
-        seen: list[object] = [one.requires_grad for one in self._parameters]
+        seen: list[object] = [one.requires_grad for one in parameters]
         for group in self._optimizer.param_groups:
             seen += map(id, group[PARAMS])
             seen += [
@@ -173,18 +172,19 @@ class StepSettings:
                 if name != PARAMS
             ]
         if seen != self._seen:
-            self._seen, self._hash = seen, self._hashed()
+            self._seen, self._hash = seen, self._hashed(parameters)
         return word_of(step, self._hash)
 
-    def _hashed(self) -> int:
+    def _hashed(self, parameters: Sequence[torch.Tensor]) -> int:
+        places = {id(one): place for place, one in enumerate(parameters)}
         groups = (
             (
                 tuple(_number(value) for name, value in group.items() if name != PARAMS),
-                tuple(self._places.get(id(one), -1) for one in group[PARAMS]),
+                tuple(places.get(id(one), -1) for one in group[PARAMS]),
             )
             for group in self._optimizer.param_groups
         )
-        return hash((tuple(one.requires_grad for one in self._parameters), *groups))
+        return hash((tuple(one.requires_grad for one in parameters), *groups))
 
 
 def word_of(step: int, number: int) -> int:

@@ -16,8 +16,8 @@ from strategies.torch.local_gradients import LocalGradients
 from strategies.torch.loop_agreement import LoopAgreement
 from strategies.torch.loop_buffers import LoopBuffers
 from strategies.torch.loop_exchange import HostLoopExchange, LoopExchange
-from strategies.torch.model_buffers import ModelBuffers
-from strategies.torch.module_parts import ModuleWatch
+from strategies.torch.replicas.buffers import ModelBuffers
+from strategies.torch.replicas.module_parts import ModuleWatch
 from strategies.torch.on_device.device_loop_exchange import DeviceLoopExchange
 from strategies.torch.on_device.paths import path_of_loops
 from strategies.torch.options import TorchOptions

@@ -14,7 +14,7 @@ from strategies.exchange.flat import private_memory
 from strategies.exchange.int8 import NOT_FINITE, NUMPY, encode
 from strategies.exchange.page_locks import lock_pages
 from strategies.torch.gradient_exchange import TorchGradientPlan
-from strategies.torch.replica_groups import GroupRow
+from strategies.torch.replicas.groups import GroupRow
 from strategies.torch.replica_memory import HOST
 from strategies.torch.tensors import as_array, as_tensor
 

@@ -1,4 +1,4 @@
-"""The engine for PyTorch: replicas on threads, and one optimizer step per instance."""
+"""The engine for PyTorch: replicas that take turns, and one optimizer step per instance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from strategies.core.engine import Arrived, Buffers, Engine
 from strategies.core.gathering import gather_arrays, replicas_where
 from strategies.core.rows import Begun, EvaluationTask
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
-from strategies.core.weights import is_weighted
+from strategies.core.weights import ERROR, is_weighted
 from strategies.data.sources import Masked
 from strategies.errors import NonFiniteGradientError, SpareError, StrategyError
 from strategies.exchange.flat import not_made, private_memory
@@ -52,9 +52,8 @@ from strategies.torch.gradient_exchange import (
     refuse_gradients_of_some,
 )
 from strategies.torch.layers import layers_of, learning_rates_of
-from strategies.torch.local_replicas import AnyExchange, LocalReplicas
 from strategies.torch.memory import plan_memory
-from strategies.torch.module_parts import Slot
+from strategies.torch.replicas.module_parts import Slot
 from strategies.torch.on_device.arithmetic import TorchArithmetic
 from strategies.torch.on_device.buffers import BuffersHere
 from strategies.torch.on_device.exchange import DeviceExchange
@@ -62,10 +61,10 @@ from strategies.torch.on_device.paths import path_for
 from strategies.torch.optimizer_arrays import numbers_of_groups
 from strategies.torch.options import TorchOptions
 from strategies.torch.outcomes import are_weighted
-from strategies.torch.parameter_writes import device_digests
-from strategies.torch.plain_pass import Comparison, expected_of
-from strategies.torch.replica_run import LossFunction, ReplicaTurn, TorchReplicaRun
-from strategies.torch.tensors import dtype_of, host_array, parts_of, tensors_of
+from strategies.torch.replicas.guard import digests_of
+from strategies.torch.replicas.passes import LossFunction
+from strategies.torch.replicas.turns import AnyExchange, LocalTurns, ResultsOfTurn, StepInputs
+from strategies.torch.tensors import dtype_of, host_array, real_view, tensors_of
 from strategies.torch.threads import intra_op_threads
 from strategies.torch.training import TorchTraining
 from strategies.torch.unread import UnreadTraining
@@ -81,9 +80,7 @@ class TorchPending:
 
     Attributes:
         local: The replicas that compute.
-        scale: The loss scale.
-        watch: The comparison of replica 0 with plain PyTorch; None if this instance makes none.
-        is_verified: Whether any instance makes that comparison.
+        inputs: The inputs of the step.
         buckets: Each bucket of gradients, as soon as it is ready.
         means: The mean gradients; None for a parameter without one.
         values: The agreed values of buffers and frozen parameters, by their numbers.
@@ -91,10 +88,8 @@ class TorchPending:
         is_applied: Whether the step may be applied: gradients are finite, and losses have weight.
     """
 
-    local: LocalReplicas
-    scale: float
-    watch: Comparison | None
-    is_verified: bool
+    local: LocalTurns
+    inputs: StepInputs
     buckets: Iterator[tuple[Bucket, Buffers]]
     means: Sequence[torch.Tensor | None] = ()
     values: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -133,12 +128,12 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         self._loss_fn = loss_fn
         self._options = options
         self._is_recorded = is_recorded
-        self._settings = StepSettings(training.parameters, training.optimizer)
+        self._settings = StepSettings(training.optimizer)
         self._rows = TorchRows(replicas, options.seed, is_recorded)
-        self._local: LocalReplicas | None = None
+        self._local: LocalTurns | None = None
         self._path: DevicePath | None = None  # None: the host exchanges gradients
         self._close_path: Callable[[], object] = lambda: None
-        self._first_step: int | None = None  # the first step with these copies of the module
+        self._first_step: int | None = None  # the first step with these replicas and these parts of the module
         self._has_warned = False  # whether it has warned that a lost instance ends the job
         self._unread = UnreadTraining(training.module, training.optimizer)
         self._shapes: TrainState | None = None  # a snapshot whose shapes those of a spare have
@@ -147,10 +142,13 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
 
     def close(self) -> None:
         """End the threads of the replicas. A later step or evaluation starts new ones."""
+        self._close_local()
+        self._close_path()
+
+    def _close_local(self) -> None:
         if self._local is not None:
             self._local.close()
-        self._close_path()
-        self._rows.close()
+            self._local = None
 
     def scale_losses(self, training: TorchTraining, scale: float) -> LossScaling:
         """Set the scale of later losses, and return the new scaling. The scale's growth and backoff rules stay."""
@@ -167,37 +165,38 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             self._unread.wait_for_values()
             raise SpareError("this instance was a spare in the last step, so it has no outputs of it; use metrics")
         fetched = self._training.memory_of_replicas.fetched
-        return [] if self._local is None else [fetched(run.outputs) for run in self._local.runs]
+        return [] if self._local is None else [fetched(list(one.passes.outputs)) for one in self._local.results]
 
     @property
     def spans(self) -> dict[int, Sequence[Timed]]:
         """The timed actions of the simulated devices in the last step, by local replica; empty without a pipeline."""
-        runs = [] if self._local is None else self._local.runs
-        return {run.replica: run.pipeline.spans for run in runs if run.pipeline is not None and run.pipeline.spans}
+        return {} if self._local is None or self._local.pipeline is None else self._local.pipeline.spans
 
     # ---- the replicas
 
     @property
     def _steps_made(self) -> int:
-        """The number of steps made with these copies of the module, the same on all instances."""
+        """The number of steps made with these replicas, the same on all instances."""
         return 0 if self._first_step is None else self._training.step - self._first_step
 
-    def _local_for(self, given: Batch, batch: Batch) -> LocalReplicas:
+    def _local_for(self, given: Batch, batch: Batch) -> LocalTurns:
         """Return the replicas that compute gradients. Collective if batches of these shapes are new."""
         self._replicas.dealing.refuse_others(given)
         training, local = self._training, self._local
-        if local is not None:
-            local.follow()
+        if training.watch.has_other_parts or training.watch.has_other_kinds:
+            training.follow()
+            self._close_local()
+            local = None
         if local is None or not local.fits(self._replicas):
             if local is not None:
                 self._announce_what_is_trained(local)
-                local.close()
+            self._close_local()
             self._first_step = training.step
             training.buffers.follow()
             refuse_groups(training.module, training.optimizer, self._options)
-            memory, path = training.memory_of_replicas, self._new_path()
+            path = self._new_path()
             count = 0 if path is None else path.spread.size
-            local = LocalReplicas(self._replicas, memory, self._loss_fn, self._options, count)
+            local = LocalTurns(self._replicas, training, self._loss_fn, self._options, count)
             self._local = local
         key = tuple(
             (leaf.dtype, leaf.shape if isinstance(leaf, torch.Tensor) else None)  # parts have any shapes
@@ -221,7 +220,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             self._close_path = closing
         return self._path
 
-    def _announce_what_is_trained(self, local: LocalReplicas) -> None:
+    def _announce_what_is_trained(self, local: LocalTurns) -> None:
         """Name newly frozen or thawed parameters in a collective call. If instances differ, the call raises."""
         if local.exchange is None or local.communicator is not self._replicas.communicator:
             return
@@ -308,21 +307,23 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
 
     @override
     def begin(self, state: TorchTraining, batch: Batch, notice: bool) -> TorchPending:
-        """Begin a step. In the first steps instances compare bits, and replica 0 is compared with plain PyTorch."""
-        if self._options.compares_bits(self._steps_made):
+        """Begin a step. After steps 1, 2, 4, 8 and so on instances compare bits."""
+        if (made := self._steps_made) and not made & (made - 1):
             self._insist_on_same_bits(state)
         tensors = tensors_of(batch)
         local = self._local_for(batch, tensors)
         self._let_go(local)
         scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
-        is_verified = self._steps_made < self._options.verify_steps
-        watch = self._expected(tensors, scale) if is_verified else None
-        moving, settings = state.buffers.moving, self._settings.word(state.step)
-        turn = partial(ReplicaTurn, state.step, scale, notice, local.planned, moving, settings, watch)
-        masters = map(state.buffers.masters_of, local.replicas)
-        residuals = state.residuals or [()] * len(local.replicas)
-        local.begin(tensors, list(map(turn, masters, residuals)))
-        return TorchPending(local, scale, watch, is_verified, local.collect(self._make_exchange))
+        number = self._steps_made + 1
+        is_repeated = not number & (number - 1) and self._can_repeat
+        inputs = StepInputs(state.step, scale, notice, self._settings.word(state.step, state.parameters), number == 1, is_repeated)
+        return TorchPending(local, inputs, local.collect(tensors, inputs, self._make_exchange))
+
+    @property
+    def _can_repeat(self) -> bool:
+        """Whether a replica that computes again must get the same bits. One replica has no neighbours to disturb it."""
+        is_exact = self._training.memory_of_replicas.is_on_host or torch.are_deterministic_algorithms_enabled()
+        return is_exact and self._replicas.num_replicas_in_sync > 1
 
     def _insist_on_same_bits(self, state: TorchTraining) -> None:
         """Compare the bits of the state between instances. On a device, compare digests that it computes first."""
@@ -331,45 +332,35 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             return
         if not state.memory_of_replicas.is_on_host:
             named = [*state.module.named_parameters(), *state.buffers.named().items()]
-            digests = np.array(device_digests([tensor for _, tensor in named]), np.uint64)
+            digests = np.array(digests_of([tensor for _, tensor in named]), np.uint64)
             gathered = replicas.communicator.all_gather(digests, name="digests of the state on the device")
             if (gathered == gathered[0]).all():
                 return
         insist_on_same_bits(replicas, host_arrays(state.tensors()), state.step)
 
-    def _let_go(self, local: LocalReplicas) -> None:
+    def _let_go(self, local: LocalTurns) -> None:
         """Drop the gradients of the last step, so that they do not occupy memory beside the new ones."""
         for parameter in self._training.parameters:
             parameter.grad = None
         if local.exchange is not None:
             local.exchange.let_go()
 
-    def _expected(self, batch: Batch, scale: float) -> Comparison | None:
-        """Compute replica 0's results with plain PyTorch, on the instance that drives it; None elsewhere."""
-        local, training = self._replicas.local_replicas, self._training
-        if local.start:
-            return None
-        part = parts_of(batch, len(local), self._options.gradient_accumulation_count)[0]
-        memory, options = training.memory_of_replicas, self._options
-        expected = expected_of(memory, self._loss_fn, part, training.step, scale, options)
-        return None if expected is None else Comparison(expected)
-
-    def _refuse_difference(self, watch: Comparison | None) -> None:
-        """Raise on all instances the difference that the instance with replica 0 has found. Collective."""
-        found = "" if watch is None else watch.difference
-        if watch is not None:
-            watch.let_go()
-        if told := broadcast_text(self._replicas.communicator, found, 0, "the comparison with plain PyTorch"):
-            raise StrategyError(f"in step {self._training.step} {told}")
+    def _refuse_difference(self, local: LocalTurns) -> None:
+        """Raise on all instances what the comparison with a repeated turn has found on one of them. Collective."""
+        communicator, found = self._replicas.communicator, local.guard.found
+        finders = communicator.all_gather(np.array(bool(found)), name="the comparison of a turn with its repetition")
+        if finders.any():
+            root = int(np.flatnonzero(finders)[0])
+            text = broadcast_text(communicator, found, root, "what has differed in a repeated turn")
+            raise StrategyError(f"in step {self._training.step} {text}")
 
     @override
     def arrived(self, pending: TorchPending) -> Arrived:
         training, exchange, local = self._training, pending.exchange, pending.local
-        training.memory_of_replicas.refuse_gradients_of_originals()
-        if pending.is_verified:
-            self._refuse_difference(pending.watch)
-        plan = exchange.plan
-        tail, means, are_bad, has_weight = self._received(exchange, pending.scale, local.runs)
+        if pending.inputs.is_repeated:
+            self._refuse_difference(local)
+        plan, results = exchange.plan, local.results
+        tail, means, are_bad, has_weight = self._received(exchange, pending.inputs.scale, results)
         if settings_differ(*tail.settings):
             insist_on_agreement(
                 self._replicas, settings_in_words(training.module, training.optimizer, training.update.wholes)
@@ -379,11 +370,10 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
                 "no parameter of the module has a gradient, so the step would train nothing; compute the loss with the "
                 "module that loss_fn gets as its first argument"
             )
-        runs = local.runs
-        refuse_gradients_of_some(
-            plan, tail.has_gradient, lambda number: [run.seen[number] for run in runs], self._replicas
-        )
-        pending.values, pending.moving = self._agreed_buffers(exchange, tail, [run.copy.slots for run in runs])
+        if self._options.missing_gradients == ERROR:
+            seen = [one.seen for one in results]
+            refuse_gradients_of_some(plan, tail.has_gradient, lambda number: [one[number] for one in seen], self._replicas)
+        pending.values, pending.moving = self._agreed_buffers(exchange, tail, [one.slots for one in results])
         pending.means = [mean if has else None for mean, has in zip(means, tail.has_gradient, strict=True)]
         is_finite = self._is_finite(plan, are_bad, local)
         pending.is_applied = has_weight and is_finite
@@ -396,14 +386,14 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         return Arrived(names, tail.metrics, tail.notice, is_finite, gradients, has_weight)
 
     def _received(
-        self, exchange: AnyExchange, scale: float, runs: Sequence[TorchReplicaRun]
+        self, exchange: AnyExchange, scale: float, results: Sequence[ResultsOfTurn]
     ) -> tuple[Tail, Sequence[torch.Tensor | None], np.ndarray | None, bool]:
         """Return the results of the exchange.
 
         Args:
             exchange: The exchange.
             scale: The loss scale.
-            runs: The local replicas.
+            results: The results of the local replicas.
 
         Returns:
             The tail, the means on the parameters' device, flags for bad means (None if not checked), and whether any
@@ -414,31 +404,31 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         """
         checks = self._training.loss_scale is not None or self._options.check_numerics
         if isinstance(exchange, DeviceExchange):
-            divisors, has_weight = self._divisors(scale, exchange.weight(), runs)
+            divisors, has_weight = self._divisors(scale, exchange.weight(), results)
             of_device = exchange.means(*divisors)
             tail, flags = exchange.arrived(of_device, checks)
             return tail, of_device, flags if checks else None, has_weight
         tail = exchange.tail
-        divisors, has_weight = self._divisors(1.0 if exchange.plan.quantised else scale, tail.weight, runs)
+        divisors, has_weight = self._divisors(1.0 if exchange.plan.quantised else scale, tail.weight, results)
         means = exchange.means(*divisors)
         are_bad = np.array([not bool(torch.isfinite(mean).all()) for mean in means]) if checks else None
         return tail, self._training.memory_of_replicas.put_means(means), are_bad, has_weight
 
     def _divisors(
-        self, scale: float, weight: float | None, runs: Sequence[TorchReplicaRun]
+        self, scale: float, weight: float | None, results: Sequence[ResultsOfTurn]
     ) -> tuple[list[float], bool]:
         """Return the divisors of mean gradients, and whether any loss has a weight above 0 (True without weights).
 
         Args:
             scale: The loss scale.
             weight: The mean weight; None without weights.
-            runs: The local replicas.
+            results: The results of the local replicas.
         """
         if weight is None:
             return [scale], True
 
         def of_replicas() -> list[float]:
-            local = [[np.array(run.weight or 0.0)] for run in runs]
+            local = [[np.array(one.passes.weight or 0.0)] for one in results]
             return [float(one) for [one] in gather_arrays(self._replicas, local, "weights of the replicas")]
 
         if is_weighted(weight, self._training.step, self._options.zero_weight, of_replicas):
@@ -465,9 +455,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         if pending.is_applied:
             self._apply(pending.means)
             training.buffers.keep(pending.values, pending.moving)
-            local.share_frozen(training.buffers.written)
             if pending.exchange.plan.quantised:
-                training.residuals = [run.residuals for run in local.runs]
+                training.residuals = local.residuals
         training.step += 1
         training.replaced()
         return training
@@ -477,6 +466,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         pairs = list(zip(training.trained, means, strict=True))
         with intra_op_threads(options.intra_op_threads):
             are_whole = training.update.shards is None
+            pairs = [(one, torch.view_as_complex(mean) if mean is not None and one.is_complex() else mean) for one, mean in pairs]
             for parameter, mean in pairs:
                 is_whole = are_whole or (mean is not None and mean.shape == parameter.shape)
                 parameter.grad = mean if is_whole else None
@@ -491,7 +481,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         own = {one.name: np.zeros(one.shape, one.dtype) if mean is None else host_array(mean) for one, mean in pairs}
         return {name: own.get(name, np.zeros(0, np.float32)) for name, _ in self._training.module.named_parameters()}
 
-    def _is_finite(self, plan: TorchGradientPlan, flags: np.ndarray | None, local: LocalReplicas) -> bool:
+    def _is_finite(self, plan: TorchGradientPlan, flags: np.ndarray | None, local: LocalTurns) -> bool:
         """Return whether all mean gradients are finite, or True if gradients are not checked.
 
         Collective if the means are sharded.
@@ -511,7 +501,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         if not flags.any() or not self._options.check_numerics:
             return not flags.any()
         number = int(np.flatnonzero(flags)[0])
-        are_bad = [not run.is_finite(number) for run in local.runs]
+        are_bad = [not local.is_finite(place, number) for place in range(len(local.replicas))]
         replicas = replicas_where(self._replicas, are_bad, "who has a gradient that is not finite")
         raise NonFiniteGradientError(
             f"the gradient of {plan.parameters[number].name} is not finite at step {self._training.step} on the "
@@ -557,7 +547,6 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         """Hide the values of the module and of its optimizer, and count the step; return the same state."""
         if not self._unread.is_hidden:
             self.close()
-            self._local = None
             if self._first_step is not None:  # this instance was active
                 self._unread.forget()
             self._unread.hide(wait)
@@ -591,7 +580,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
                     pass
             finally:
                 self.close()
-                self._local, self._first_step = None, None
+                self._first_step = None
                 self._unread.forget()
 
     @property

@@ -24,9 +24,9 @@ from strategies.jax.replicas.replicas import Replicas
 from strategies.outcome import Outcome
 from strategies.torch.agreement import lines_of_function, lines_of_module
 from strategies.torch.collated import CollatedBatch
-from strategies.torch.inference import InferenceReplicas
 from strategies.torch.outcomes import WEIGHT, outcome_of, weighted_value
-from strategies.torch.replica_run import LossFunction
+from strategies.torch.replicas.inference import InferenceTurns
+from strategies.torch.replicas.passes import LossFunction
 from strategies.torch.tensors import as_array, dtype_of, parts_of, tensors_of
 from strategies.torch.training import TorchTraining
 from strategies.trees import ShapeOfArray
@@ -160,9 +160,7 @@ def _host_array(leaf: torch.Tensor | np.ndarray) -> np.ndarray:
 
 @final
 class TorchRows:
-    """The computation of a task for the rows of local replicas, on copies of the module, in threads.
-
-    The copies and threads serve one task. A new task, or `close`, ends them.
+    """The computation of a task for the rows of local replicas, which take turns with the module.
 
     Args:
         replicas: The replicas of all instances.
@@ -175,9 +173,6 @@ class TorchRows:
         self._seed = seed
         self._is_recorded = is_recorded
         self._agreed: set[object] = set()
-        self._task: EvaluationTask | None = None
-        self._of: range | None = None
-        self._inference: InferenceReplicas | None = None
 
     def tell(self, task: EvaluationTask, state: TorchTraining, batch: Masked) -> Begun:
         """Begin a task for a batch, as `Engine.tell` does. The work is done in `Begun.wait`."""
@@ -200,35 +195,16 @@ class TorchRows:
         insist_on_agreement(replicas, terms_of(options, replicas.dataset_of(batch), shapes, programs, None))
 
     def _told(self, task: EvaluationTask, state: TorchTraining, batch: Masked) -> Told:
-        """Return the results of the local replicas. The modules get only the rows that count."""
+        """Return the results of the local replicas. The module gets only the rows that count."""
+        state.buffers.follow()
+        state.buffers.follow_shown()
         local = self._replicas.local_replicas
         masks = [np.asarray(mask) for mask in np.split(np.asarray(batch.mask), len(local))]
         rows = _without_padding(batch.values, masks)
-        masters = [state.buffers.masters_of(replica) for replica in local]
-        inference = self._replicas_for(task, state)
-        try:
-            [computed] = inference([rows], state.step, masters)
-        except BaseException:
-            self.close()  # waits for the replicas that have not failed
-            raise
+        own = [{number: each[replica] for number, each in state.buffers.own.items()} for replica in local]
+        turns = InferenceTurns(self._replicas, state.module, state.memory_of_replicas, task, self._seed)
+        [computed] = turns([rows], state.step, own)
         return [told_rows(task.told(one, mask), mask) for one, mask in zip(computed, masks, strict=True)]
-
-    def _replicas_for(self, task: EvaluationTask, state: TorchTraining) -> InferenceReplicas:
-        """Return the local replicas for a task. If an instance is lost, they can change."""
-        local = self._replicas.local_replicas
-        if self._inference is None or self._task is not task or self._of != local:
-            self.close()
-            self._task, self._of = task, local
-            state.buffers.follow()
-            memory, own = state.memory_of_replicas, state.buffers.written
-            self._inference = InferenceReplicas(self._replicas, memory, task, self._seed, own=own)
-        return self._inference
-
-    def close(self) -> None:
-        """End the threads. A later batch starts new ones."""
-        if self._inference is not None:
-            self._inference.close()
-            self._inference = None
 
 
 def _without_padding(values: Batch, masks: Sequence[np.ndarray]) -> list[Batch]:

@@ -23,11 +23,11 @@ from strategies.torch.layers import layers_of_loop
 from strategies.torch.loop_exchange import Told
 from strategies.torch.loop_means import LoopMeans, Turn, received_means, refuse_spares
 from strategies.torch.loop_state import LoopState, agree_on_losses, refuse_open_sums
-from strategies.torch.module_parts import Slot
+from strategies.torch.replicas.module_parts import Slot
 from strategies.torch.options import TorchOptions
 from strategies.torch.outcomes import refuse_where_replicas_meet
 from strategies.torch.pass_weights import divide_by_weight, has_mean, quotient, refuse_lacking
-from strategies.torch.sync_batch_norm import seat_in_loop, sync_layers_of
+from strategies.torch.replicas.sync_batch_norm import seat_in_loop, sync_layers_of
 from strategies.torch.tensors import tensors_in
 from strategies.typing import Tree
 

@@ -26,7 +26,7 @@ from strategies.exchange.page_locks import lock_pages
 from strategies.exchange.shards import Shards
 from strategies.exchange.transfer import GradientTransfer
 from strategies.torch.outcomes import are_weighted
-from strategies.torch.tensors import as_tensor, dtype_of
+from strategies.torch.tensors import as_tensor, dtype_of, real_view
 
 BUCKET_BYTES = 4 << 20
 """Size of a bucket of streamed gradients: it leaves when this many bytes are ready."""
@@ -46,8 +46,9 @@ class Parameter:
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> Parameter:
-        """Return the description of a parameter."""
-        return cls(name, tuple(tensor.shape), dtype_of(tensor))
+        """Return the description of a parameter; a complex one travels as its real and imaginary parts."""
+        real = real_view(tensor.detach())
+        return cls(name, tuple(real.shape), dtype_of(real))
 
     @property
     def nbytes(self) -> int:

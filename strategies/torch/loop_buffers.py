@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from strategies.torch.model_buffers import ModelBuffers
-from strategies.torch.module_parts import Slot
+from strategies.torch.replicas.buffers import ModelBuffers
+from strategies.torch.replicas.module_parts import Slot
 from strategies.torch.parameter_writes import ForwardWatch
 from strategies.torch.tensors import have_same_bits
 

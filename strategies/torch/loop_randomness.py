@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from strategies.torch.randomness import drawing_by
+from strategies.torch.replicas.generators import drawing_by
 
 
 class _Accelerator(Protocol):

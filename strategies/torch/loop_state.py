@@ -18,7 +18,7 @@ from strategies.torch.loop_randomness import MicroBatchRandomness
 from strategies.torch.optimizer_arrays import parameters_of
 from strategies.torch.outcomes import weighted_value
 from strategies.torch.pass_weights import PassWeights, has_gradient
-from strategies.torch.randomness import seed_of
+from strategies.torch.replicas.generators import seed_of
 
 Averages = Callable[[torch.Tensor], bool]
 """(parameter) -> whether its gradients are averaged over all instances."""

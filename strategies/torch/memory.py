@@ -49,7 +49,7 @@ def plan_memory(
         Held("variables", _nbytes(state.variables), where, "once for all local replicas"),
         Held("optimizer state", _nbytes(state.optimizer_state["state"]), where, "after the first step"),
         Held("model state", _nbytes(state.model_state), where),
-        Held("buffers of replicas", local * _nbytes(state.model_state), where, f"of {local} replicas"),
+        Held("buffers at the beginning", _nbytes(state.model_state), where, "put back before each replica"),
         Held("residuals", _nbytes(training.residuals), HOST, "of int8 gradients"),
         Held("gradients", local.bit_length() * gradients, where, f"sums of {local} replicas")
         if stays

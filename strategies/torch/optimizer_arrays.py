@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from strategies.errors import StrategyError
-from strategies.torch.tensors import as_tensor, host_array
+from strategies.torch.tensors import as_tensor, host_array, real_view
 from strategies.typing import Number, Tree
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
@@ -82,6 +82,9 @@ def set_state(optimizer: torch.optim.Optimizer, arrays: Mapping[int, ArraysByNam
         nothing = {name: None for name, kind in kinds.items() if kind is None}
         named = of_parameter.items()
         values = {name: _value(array, kind) for name, array in named if (kind := kinds[name]) is not None}
+        if parameters[number].is_complex():
+            whole = (*parameters[number].shape, 2)
+            values = {name: torch.view_as_complex(one) if np.shape(one) == whole else one for name, one in values.items()}
         optimizer.state[parameters[number]] = values | nothing
 
 
@@ -120,7 +123,7 @@ def _arrays(
 ) -> Iterator[tuple[str, np.ndarray]]:
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
-            yield name, host_array(value)
+            yield name, host_array(real_view(value))
         elif isinstance(value, _NUMBERS):
             yield name, np.asarray(value)
         elif value is not None:

@@ -18,15 +18,21 @@ from strategies.core.options import (
     GradientAccumulationReductionMethod,
     name_of_dtype,
 )
+from strategies.core.weights import ERROR
 from strategies.jax.replicas.replicas import Replicas
-from strategies.torch.gradient_map import GradientMap
+from strategies.pipelines.schedules import schedule_named
+from strategies.torch.replicas.gradient_map import GradientMap
 from strategies.torch.replica_memory import as_device
-from strategies.torch.stages import TorchPipeline
+from strategies.torch.pipelines.stages import TorchPipeline
 
 MEAN, FIRST, PER_REPLICA = WORDS = ("mean", "first", "per_replica")
 """Ways of agreement on a buffer: the mean over all replicas, in their order; replica 0's value; no agreement."""
 
 Aggregation = str | Mapping[str, str] | None
+
+ZERO = "zero"
+"""A gradient that some replicas lack counts as zeros; with `ERROR` it is refused."""
+_SPLIT = "zero_bubble"
 
 _COMPUTE = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -36,7 +42,7 @@ class TorchTrainerOptions(CommonOptionsByName, total=False):
 
     check_numerics: bool | None
     digest_every: int
-    verify_steps: int
+    missing_gradients: str
     model_state_aggregation: Aggregation
     intra_op_threads: int
     stream_gradients: bool | None
@@ -51,9 +57,9 @@ class TorchOptions(CommonOptions):
     """Options of a PyTorch training step. `CommonOptions` describes the options that JAX has too.
 
     Attributes:
-        verify_steps: Number of first steps in which the loss and gradients of replica 0 are compared with plain PyTorch
-            on the module itself. After these steps, and after 2, 4, 8 and so on, instances compare the bits of the
-            state. 0 turns both comparisons off.
+        missing_gradients: The end of a step in which a gradient is None on some replicas only, as with experts that got
+            no tokens. "error": it raises `StrategyError`. "zero": such a gradient counts as zeros, as
+            `find_unused_parameters` of PyTorch's DistributedDataParallel does.
         model_state_aggregation: The agreement of replicas on buffers that a step has changed: "mean", "first", or
             "per_replica" if each replica keeps its own. One word holds for all buffers; a dictionary gives words by
             name. None: the mean of floating-point buffers, and replica 0's value of others. If each replica keeps its
@@ -64,9 +70,9 @@ class TorchOptions(CommonOptions):
             only with `variables_on_host`, that is over a network. (In the memory of one host, the waiting thread would
             take a core.) The option changes nothing if gradients stay on a device.
         replica_device: An accelerator, as "cuda", to which the module and the state of its optimizer move. All
-            replicas of an instance compute there, one after another, and gradients stay there. "cuda:1" is the same on
+            replicas of an instance compute there, and gradients stay there. "cuda:1" is the same on
             every instance; without a number, the instances of a host take the accelerators in turn. "cpu" does the same
-            on the CPU, to try it. None: the device of the module; on the CPU several replicas compute at once.
+            on the CPU, to try it. None: the device of the module.
         before_update: A function, called with the module on every instance before the update, when the `grad` of its
             parameters holds the mean gradients: to clip them, for example.
         pipeline: The pipeline in which the blocks of a module run as stages; None to run them one after another.
@@ -76,7 +82,7 @@ class TorchOptions(CommonOptions):
         ValueError: If an option is out of range, or two options exclude each other.
     """
 
-    verify_steps: int = 1
+    missing_gradients: str = ERROR
     model_state_aggregation: Aggregation = None
     intra_op_threads: int = 1
     stream_gradients: bool | None = None
@@ -88,7 +94,7 @@ class TorchOptions(CommonOptions):
         super().__post_init__()
         require_switches_or_none(stream_gradients=self.stream_gradients)
         at_least(0, "seed", self.seed)
-        at_least(0, "verify_steps", self.verify_steps)
+        require_missing_gradients(self.missing_gradients)
         positive("intra_op_threads", self.intra_op_threads)
         _ = self.autocast_dtype, self.device  # these properties check their options
         given = self.model_state_aggregation
@@ -107,6 +113,12 @@ class TorchOptions(CommonOptions):
             )
 
     def _refuse_with_pipeline(self) -> None:
+        assert self.pipeline is not None
+        if schedule_named(self.pipeline.schedule).name == _SPLIT:
+            raise ValueError(
+                "the schedule 'zero_bubble' splits backward passes into two parts, which PyTorch's autograd computes "
+                "at once; use 'one_forward_one_backward', or a pipeline of JAX"
+            )
         if self.method is GradientAccumulationReductionMethod.RUNNING_MEAN:
             raise ValueError(
                 "a running mean changes all gradients before each micro-batch, but a pipeline adds gradients of other "
@@ -121,11 +133,6 @@ class TorchOptions(CommonOptions):
     def streams_over(self, replicas: Replicas) -> bool:
         """Return whether gradients travel while backward passes run."""
         return replicas.streams_gradients if self.stream_gradients is None else self.stream_gradients
-
-    def compares_bits(self, steps_made: int) -> bool:
-        """Return whether instances compare the bits of the state after this number of steps."""
-        is_power_of_two = steps_made > 0 and not steps_made & (steps_made - 1)
-        return self.verify_steps > 0 and (is_power_of_two or 0 < steps_made <= self.verify_steps)
 
     def divisor(self, number: int) -> int:
         """Return the divisor for micro-batch `number`, so that the sum over micro-batches agrees with `method`."""
@@ -164,7 +171,7 @@ class TorchOptions(CommonOptions):
     @override
     def own_terms(self) -> Mapping[str, object]:
         return {
-            "verify_steps": self.verify_steps,
+            "missing_gradients": self.missing_gradients,
             "model_state_aggregation": self.model_state_aggregation,
             "intra_op_threads": self.intra_op_threads,
             "stream_gradients": self.stream_gradients,
@@ -172,3 +179,9 @@ class TorchOptions(CommonOptions):
             "pipeline": None if self.pipeline is None else str(self.pipeline.schedule),
             "before_update": getattr(self.before_update, "__qualname__", None),
         }
+
+
+def require_missing_gradients(word: str) -> None:
+    """Raise unless a word is "error" or "zero"."""
+    if word not in (ERROR, ZERO):
+        raise ValueError(f"missing_gradients is {word!r}; use {ERROR!r} or {ZERO!r}")

@@ -14,7 +14,7 @@ import torch
 from strategies.core.digest import Digest
 from strategies.errors import StrategyError
 from strategies.jax.comparing.digest import digest_of
-from strategies.torch.module_parts import ModuleParts
+from strategies.torch.replicas.module_parts import ModuleParts
 from strategies.torch.tensors import as_array, bits_of
 
 _WORD = 1 << 64

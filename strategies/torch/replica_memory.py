@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -12,9 +10,6 @@ import torch
 
 import strategies.trees as trees
 from strategies.errors import StrategyError
-from strategies.torch.attribute_contents import Contents
-from strategies.torch.module_parts import ModuleParts
-from strategies.torch.parameter_writes import refuse_writes
 from strategies.torch.tensors import as_array
 from strategies.typing import Tree
 
@@ -22,36 +17,21 @@ HOST = torch.device("cpu")
 
 
 class ReplicaMemory:
-    """The parameters of a module as its replicas use them, and the device on which replicas compute.
-
-    Replicas share the module's parameters, in the memory of the host or of the device.
+    """The memory in which an instance's replicas compute: the host's, or that of a device on which gradients may stay.
 
     Args:
-        module: The module, already on the device.
-        device: The device on which the replicas compute in turn; None for the host, where several compute at once.
+        device: The device of the module if it was chosen for the replicas; None for the host.
 
     Attributes:
-        module: The module.
         device: The device of the replicas; the CPU if none was given.
-        is_shared: Whether replicas share a device, and so compute in turn.
-        originals: The parameters of the module.
-        parameters: The tensors whose memory replicas share: the module's parameters.
+        is_shared: Whether a device was given.
         reads: The number of times that values were read from the device.
-        contents: The contents of the module's attributes, to find changes.
     """
 
-    def __init__(self, module: torch.nn.Module, device: torch.device | None = None) -> None:
-        self.module = module
+    def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or HOST
         self.is_shared = device is not None
         self.reads = 0
-        self._stream = self._stream_here()
-        self._named = list(module.named_parameters())
-        self.originals = [parameter for _, parameter in self._named]
-        self._shapes = [parameter.shape for parameter in self.originals]
-        self._parts = ModuleParts(module)
-        self.contents = Contents(module)
-        self.parameters: list[torch.Tensor] = list(self.originals)
 
     @property
     def is_on_host(self) -> bool:
@@ -66,63 +46,10 @@ class ReplicaMemory:
         ordinal: int = torch.cuda.current_device() if self.device.index is None else self.device.index
         return ordinal
 
-    def at_once(self, replicas: int) -> int:
-        """Return the number of replicas that compute at the same time: one per core, or one on a device."""
-        return 1 if self.is_shared else min(replicas, len(os.sched_getaffinity(0)))
-
     def read(self, values: torch.Tensor) -> np.ndarray:
         """Copy values from the device to the host. The call waits until the device has computed them."""
         self.reads += 1
         return as_array(values.cpu())
-
-    def current(self) -> AbstractContextManager[object]:
-        """Return a context for a replica's thread, with the replicas' device and stream.
-
-        The stream is the current stream of the thread that began the step. So replicas cannot overtake the program's
-        own work.
-        """
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def _stream_here(self) -> torch.cuda.Stream | None:
-        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-
-    def follow(self) -> None:
-        """Take over the changes to the module's parameters, and the current stream of this thread.
-
-        Raises:
-            StrategyError: If parts of the module were replaced, added or removed, or a parameter has another shape.
-        """
-        if name := self._parts.changed():
-            raise StrategyError(
-                f"{name} was replaced, added or removed after the module was given to strategies.torch. Replicas and "
-                "optimizer still have the earlier parts; change values in place, or close the Trainer and construct "
-                "another one, with an optimizer of the new parameters"
-            )
-        for (name, parameter), shape in zip(self._named, self._shapes, strict=True):
-            if parameter.shape != shape:
-                raise StrategyError(
-                    f"{name} is of shape {list(parameter.shape)}, but was {list(shape)} when the module was given to "
-                    "strategies.torch; close the Trainer and construct another one, with a new optimizer"
-                )
-        self._stream = self._stream_here()
-        self.contents.look()
-
-    def refuse_gradients_of_originals(self) -> None:
-        """Raise if the module itself has gradients, which belong to its copies. It had none before the step."""
-        for name, parameter in self._named:
-            if parameter.grad is not None:
-                raise StrategyError(
-                    f"the gradient of {name} went to the module that was given to the Trainer, and not to a copy. "
-                    "The loss function, a hook or an attribute of the module refers to that module; use the first "
-                    "argument of the loss function instead"
-                )
-
-    def refuse_writes(self, numbers: Sequence[int]) -> None:
-        """Raise if parameters that replicas share were written while replicas computed."""
-        if not numbers:
-            return
-        trained = [name for name, one in self._named if one.requires_grad]
-        refuse_writes([self._named[number][0] for number in numbers], trained)
 
     def put(self, tree: Tree) -> Tree:
         """Return the tree with its tensors on the device of the replicas."""

@@ -16,9 +16,9 @@ from strategies.jax.replicas.replicas import Replicas
 from strategies.outcome import Outcome
 from strategies.torch.gradient_averaging import GradientAveraging
 from strategies.torch.loop_means import LoopMeans, Turn, refuse_spares
-from strategies.torch.module_parts import Slot, slots_of
+from strategies.torch.replicas.module_parts import Slot, slots_of
 from strategies.torch.outcomes import outcome_of, weighted_value
-from strategies.torch.sync_batch_norm import sync_layers_of
+from strategies.torch.replicas.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import parts_of, tensors_of
 from strategies.typing import Batch
 

@@ -11,7 +11,7 @@ import torch
 import strategies.trees as trees
 from strategies.checkpoints.checkpoint_folder import Best
 from strategies.checkpoints.loading import find_checkpoint, load_part
-from strategies.torch.model_buffers import OF_EACH
+from strategies.torch.replicas.buffers import OF_EACH
 from strategies.torch.optimizer_arrays import GROUPS, PARAMS, STATE, plain_number
 from strategies.torch.tensors import as_tensor
 from strategies.torch.training import IS_MADE

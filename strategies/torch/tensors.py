@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
+from typing import TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -71,6 +72,16 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg()
     real = torch.view_as_real(plain) if plain.is_complex() else plain
     return real.view(_INTEGERS[real.itemsize])
+
+
+_Optional = TypeVar("_Optional", torch.Tensor, torch.Tensor | None)
+
+
+def real_view(tensor: _Optional) -> _Optional:
+    """Return the memory of complex numbers with a last axis for the real and the imaginary part; others unchanged."""
+    if tensor is None or not tensor.is_complex():
+        return tensor
+    return torch.view_as_real(tensor.resolve_conj())
 
 
 def tensors_of(batch: Batch) -> Batch:

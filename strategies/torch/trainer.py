@@ -26,7 +26,7 @@ from strategies.torch.memory import keep_freed_memory
 from strategies.torch.on_device.determinism import use_deterministic_operations
 from strategies.torch.options import TorchOptions, TorchTrainerOptions
 from strategies.torch.replica_memory import HOST, chosen_here
-from strategies.torch.replica_run import LossFunction
+from strategies.torch.replicas.passes import LossFunction
 from strategies.torch.scripted_modules import stop_profiling
 from strategies.torch.training import TorchTraining, device_of, move, refuse_modules
 from strategies.torch.updates import ShardedTorchUpdate, WholeTorchUpdate, refuse_optimizers
@@ -52,9 +52,11 @@ class Trainer:
             for batch in dataset.epoch(epoch):    # of strategies.torch.distribute_dataset
                 metrics = trainer.step(batch)
 
-    Each step runs `loss_fn` once per local replica and micro-batch, in threads, on copies of the module that share its
-    parameters. Gradients are averaged over all replicas in a fixed order. The optimizer makes one step per instance.
-    Parameters, buffers and optimizer state have the same bits on every instance, and for every number of instances.
+    Each step runs `loss_fn` once per local replica and micro-batch, with the module itself. Before each replica the
+    buffers and attributes of the module are put back to those of the step's beginning, and all generators of random
+    numbers are seeded. Gradients are averaged over all replicas in a fixed order. The optimizer makes one step per
+    instance. Parameters, buffers and optimizer state have the same bits on every instance, and for every number of
+    instances.
 
     The constructor is a collective call: all instances begin with the parameters and buffers of instance 0, and put the
     parts of the module in its order. The optimizer numbers its state, so its order must be the same everywhere.
@@ -64,7 +66,7 @@ class Trainer:
         module: The module, which every step changes in place. If replicas compute on a device, the module and the state
             of the optimizer are moved there, as `module.to(device)` does.
         loss_fn: `(module, batch) -> loss`, `-> (loss, {name: scalar})`, `-> (loss, metrics, outputs)` or
-            `-> strategies.Outcome` for one replica and one micro-batch. It gets the replica's copy of the module.
+            `-> strategies.Outcome` for one replica and one micro-batch.
         optimizer: An optimizer of `torch.optim`, or another one, of the module's parameters.
         seed: The seed of the random numbers in the module and in `loss_fn`.
         options: Other options by name; `TorchOptions` and its base class describe them.
@@ -75,7 +77,7 @@ class Trainer:
         seed: The seed that was given.
 
     Raises:
-        TypeError: If `module` is not a module, or cannot be copied.
+        TypeError: If `module` is not a module.
         ValueError: If an option is out of range or two of them exclude each other, no parameter is trained, or the
             optimizer has other parameters.
         StrategyError: If the module is on several devices, there is no such `replica_device`, or the optimizer's state
@@ -165,13 +167,13 @@ class Trainer:
             TypeError: If the loss is no floating-point scalar that depends on a parameter; or if a metric is called
                 "loss".
             ValueError: If the batch cannot be divided evenly among replicas and micro-batches.
-            StrategyError: If a gradient is sparse, or None on some replicas only; or if metrics change their names.
-                Also if one of several replicas writes a buffer or parameter of a network outside of the module.
-                Also if results of replica 0 differ from plain PyTorch in a step that `verify_steps` compares.
+            StrategyError: If a gradient is sparse; if it is None on some replicas only, unless `missing_gradients` is
+                "zero"; or if metrics change their names. On all instances, if a replica that computes again in step 1,
+                2, 4, 8 and so on gets another loss, gradient or buffer, or writes a network outside of the module.
             WeightError: On all instances, if a weight of a loss is negative or not finite. Nothing is changed then.
             ZeroWeightError: On all instances, if all weights are 0, unless `zero_weight` is "skip".
             NonFiniteGradientError: If a gradient is not finite, with `check_numerics`. Nothing is changed then.
-            DivergenceError: If instances have different bits, with `digest_every` or `verify_steps`.
+            DivergenceError: If instances have different bits, after steps 1, 2, 4, 8 and so on, or with `digest_every`.
             DisagreementError: On all instances, before the first step with batches of a shape, if they differ in the
                 options, the data set, the module, the optimizer or the loss function.
         """
@@ -255,7 +257,7 @@ class Trainer:
         self._loop.scaling = self._engine.scale_losses(self._training, scale)
 
     def close(self) -> None:
-        """End the threads of the replicas. A later step or evaluation starts new ones."""
+        """Release the memory and the threads of steps. A later step starts new ones."""
         self._engine.close()
 
     # ---- checkpoints

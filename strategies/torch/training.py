@@ -16,7 +16,8 @@ from strategies.exchange.int8 import Int8Layout
 from strategies.jax.replicas.replicas import Replicas
 from strategies.jax.replicas.shards import rows_of_replicas
 from strategies.loss_scaling import LossScale
-from strategies.torch.model_buffers import ModelBuffers
+from strategies.torch.replicas.buffers import ModelBuffers
+from strategies.torch.replicas.module_parts import ModuleWatch
 from strategies.torch.optimizer_arrays import (
     GROUPS,
     PARAMS,
@@ -31,8 +32,8 @@ from strategies.torch.optimizer_arrays import (
 )
 from strategies.torch.options import TorchOptions
 from strategies.torch.replica_memory import HOST, ReplicaMemory
-from strategies.torch.sync_batch_norm import sync_layers_of
-from strategies.torch.tensors import as_array, as_tensor, host_array
+from strategies.torch.replicas.sync_batch_norm import sync_layers_of
+from strategies.torch.tensors import as_array, as_tensor, host_array, real_view
 from strategies.torch.updates import ShardedTorchUpdate, TorchUpdate
 from strategies.train_state import TrainState
 from strategies.typing import Tree
@@ -51,7 +52,7 @@ class TorchTraining:
     """A module, its optimizer, and their progress.
 
     Attributes:
-        parameters: The parameters of the module, in the order of `named_parameters`.
+        watch: The watch over the parts of the module, which the program may replace between steps.
         buffers: The buffers and frozen parameters on which replicas agree.
         step: The number of updates so far.
         loss_scale: The scale of the next loss; None without loss scaling.
@@ -68,11 +69,11 @@ class TorchTraining:
         options: TorchOptions,
     ) -> None:
         self.module, self.optimizer, self.update = module, optimizer, update
-        self.parameters = list(module.parameters())
+        self.watch = ModuleWatch(module)
         self.buffers = ModelBuffers(module, options.model_state_aggregation, replicas.num_replicas_in_sync)
         self.step = 0
         self.loss_scale: LossScale | None = None if options.scaling is None else options.scaling.start()
-        self.memory_of_replicas = ReplicaMemory(module, None if options.device is None else device_of(module))
+        self.memory_of_replicas = ReplicaMemory(None if options.device is None else device_of(module))
         self._replicas = replicas
         self._options = options
         self._age = Age()
@@ -83,9 +84,20 @@ class TorchTraining:
             self.residuals = layout.residuals_of_each(layout.new_residuals(local), local)
 
     @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters of the module, in the order of `named_parameters`."""
+        return self.watch.parameters
+
+    @property
     def trained(self) -> list[torch.nn.Parameter]:
         """The trained parameters, in the order of `named_parameters`."""
-        return [parameter for parameter in self.parameters if parameter.requires_grad]
+        return [parameter for parameter in self.watch.parameters if parameter.requires_grad]
+
+    def follow(self) -> None:
+        """Find the parts that the module has now, after the program has replaced, added or removed some."""
+        self.watch.look()
+        refuse_modules(self.module)
+        self.replaced()
 
     def replaced(self) -> None:
         """Invalidate the states that were returned before."""
@@ -113,8 +125,8 @@ class TorchTraining:
 
     def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]:
         """Return parameters and buffers by name, as views of host memory or copies from a device. No buffers: None."""
-        variables = {name: host_array(parameter) for name, parameter in self.module.named_parameters()}
-        return variables, {name: host_array(tensor) for name, tensor in self.buffers.named().items()} or None
+        variables = {name: host_array(real_view(one)) for name, one in self.module.named_parameters()}
+        return variables, {name: host_array(real_view(one)) for name, one in self.buffers.named().items()} or None
 
     def _optimizer_tree(self) -> Tree:
         made = state_of(self.optimizer)
@@ -143,9 +155,9 @@ class TorchTraining:
         """Continue from a state, whose arrays are copied."""
         with torch.no_grad():
             for name, parameter in self.module.named_parameters():
-                parameter.copy_(_tensor(state.variables[name]))
+                real_view(parameter).copy_(_tensor(state.variables[name]))
             for name, tensor in self.buffers.named().items():
-                tensor.copy_(_tensor(state.model_state[name]))
+                real_view(tensor).copy_(_tensor(state.model_state[name]))
         self._load_optimizer(state.optimizer_state)
         self.step, self.loss_scale = state.step, state.loss_scale
         if state.residuals is not None:
@@ -238,7 +250,8 @@ def received_tensors(
     named: Sequence[tuple[str, torch.Tensor]], communicator: Communicator, root: int
 ) -> list[torch.Tensor]:
     """Return copies of the tensors of rank `root`, in new memory on the host. Collective."""
-    received = [tensor.detach().to(HOST, copy=True, memory_format=torch.contiguous_format) for _, tensor in named]
+    tensors = [real_view(tensor.detach()) for _, tensor in named]
+    received = [one.to(HOST, copy=True, memory_format=torch.contiguous_format) for one in tensors]
     for (name, _), copy in zip(named, received, strict=True):
         communicator.broadcast(as_array(copy), root, name=name)
     return received
@@ -248,7 +261,7 @@ def take_over(named: Sequence[tuple[str, torch.Tensor]], values: Sequence[torch.
     """Copy values into tensors."""
     with torch.no_grad():
         for (_, tensor), value in zip(named, values, strict=True):
-            tensor.copy_(value)
+            real_view(tensor).copy_(value)
 
 
 def _tensor(array: np.ndarray | HostArray) -> torch.Tensor:
@@ -267,7 +280,7 @@ def refuse_modules(module: object) -> None:
     Raises:
         TypeError: If it is no module.
         ValueError: If it has no trained parameter, or a parameter whose shape is not known yet.
-        StrategyError: If its parts are on several devices, or a parameter is complex or sparse.
+        StrategyError: If its parts are on several devices, or a parameter is sparse or has no gradient.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"the module is a {type(module).__name__}; give a torch.nn.Module")
@@ -285,10 +298,11 @@ def refuse_modules(module: object) -> None:
     device_of(module)
     sync_layers_of(module)
     for name, parameter in module.named_parameters():
-        if not parameter.is_floating_point() or parameter.layout is not torch.strided:
+        has_gradient = parameter.is_floating_point() or parameter.is_complex()
+        if not has_gradient or parameter.layout is not torch.strided:
             raise StrategyError(
-                f"{name} is a {parameter.dtype} tensor of layout {parameter.layout}, but only dense real gradients are "
-                "exchanged; keep a dense real parameter, and compute the other from it in the forward pass"
+                f"{name} is a {parameter.dtype} tensor of layout {parameter.layout}, but only dense gradients are "
+                "exchanged; keep a dense parameter, and compute the other from it in the forward pass"
             )
 
 

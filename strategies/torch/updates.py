@@ -18,7 +18,7 @@ from strategies.jax.replicas.replicas import Replicas
 from strategies.jax.replicas.shards import PartOfArray, shards_of
 from strategies.torch.optimizer_arrays import PARAMS, parameters_of
 from strategies.torch.options import TorchOptions
-from strategies.torch.replica_groups import groups_of
+from strategies.torch.replicas.groups import groups_of
 from strategies.torch.tensors import as_tensor, dtype_of, host_array
 from strategies.trees import ShapeOfArray
 

@@ -13,7 +13,7 @@ from strategies.compat.poptorch.enums import AutoStage
 from strategies.compat.poptorch.without_effect import Accepted, Accepting, methods_of
 from strategies.errors import StrategyError
 from strategies.pipelines.schedules import PipelineSchedule, schedule_named
-from strategies.torch.stages import TorchPipeline, begin_block, end_block, number_from_zero
+from strategies.torch.pipelines.stages import TorchPipeline, begin_block, end_block, number_from_zero
 
 
 class Block(torch.nn.Module):
@@ -189,7 +189,7 @@ class FoundStages:
         return self.found[name]
 
     def unmet(self) -> list[str]:
-        """Return the listed blocks that the forward pass has not met, for `strategies.torch.stages.StagePlacing`."""
+        """Return the listed blocks that the forward pass has not met, for `strategies.torch.pipelines.stages.StagePlacing`."""
         return [name for stage in self.stages for name in stage.blocks if name not in self.found]
 
     def _listed(self, name: str) -> tuple[int, int]:

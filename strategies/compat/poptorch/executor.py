@@ -40,12 +40,12 @@ from strategies.compat.poptorch.without_effect import NO_COMPILER, NO_IPU, Accep
 from strategies.core.options import GradientAccumulationReductionMethod as Method
 from strategies.errors import StrategyError
 from strategies.loss_scaling import LossScaling
-from strategies.torch.gradient_map import MapGradient, multiplied
-from strategies.torch.inference import InferenceReplicas
+from strategies.torch.replicas.gradient_map import MapGradient, multiplied
 from strategies.torch.optimizer_arrays import numbers_of_groups, set_numbers
-from strategies.torch.replica_groups import summed
+from strategies.torch.replicas.groups import summed
+from strategies.torch.replicas.inference import InferenceTurns
 from strategies.torch.replica_memory import ReplicaMemory
-from strategies.torch.stages import TorchPipeline
+from strategies.torch.pipelines.stages import TorchPipeline
 from strategies.torch.tensors import parts_of, tensors_of
 from strategies.torch.trainer import Trainer
 from strategies.torch.training import refuse_other_devices
@@ -120,7 +120,7 @@ class PoplarExecutor:
         self._is_training = training
         self._map_gradient = map_gradient
         self._trainer: Trainer | None = None
-        self._inference: InferenceReplicas | None = None
+        self._inference: InferenceTurns | None = None
         self._calls = 0  # calls of an inference model
         self._counters = Counters()
         self._modes = Modes(model)
@@ -223,13 +223,13 @@ class PoplarExecutor:
         if self._inference is None:
             autocasts = self.options.Precision.autocasts
             call = heeded_by(lambda *called: outputs_and_losses(*called)[0], autocasts)
-            self._inference = InferenceReplicas(
-                self.options.strategy.replicas, ReplicaMemory(self.model), call, self.options.seed, self._pipeline()
+            self._inference = InferenceTurns(
+                self.options.strategy.replicas, self.model, ReplicaMemory(), call, self.options.seed, self._pipeline()
             )
         self._calls += 1
         began_s = time.perf_counter()
-        outputs = self._inference(rounds, self._calls - 1, self._states.masters)
-        self._states.keep(self._inference.written())
+        outputs = self._inference(rounds, self._calls - 1, self._states.own)
+        self._states.keep(self._inference.written)
         self._counters.add(began_s, time.perf_counter())
         return outputs
 

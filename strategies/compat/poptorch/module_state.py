@@ -11,8 +11,8 @@ import torch
 from strategies.compat.poptorch.enums import CommGroupType, VariableRetrievalMode
 from strategies.errors import StrategyError
 from strategies.jax.replicas.replicas import Replicas
-from strategies.torch.module_parts import slots_of
-from strategies.torch.replica_groups import ReplicaGroups, group_replicas
+from strategies.torch.replicas.module_parts import slots_of
+from strategies.torch.replicas.groups import ReplicaGroups, group_replicas
 
 logger = logging.getLogger("strategies.torch.poptorch")
 
@@ -67,25 +67,20 @@ class Modes:
 class WrittenBuffers:
     """Buffers of an inference model that `forward` writes.
 
-    A single replica writes the module's buffers. Several replicas have their own copies, as in PopTorch, and the module
-    keeps its values.
+    A single replica writes the module's buffers. Each of several replicas keeps its own values, as in PopTorch, and the
+    module keeps those that it had.
 
     Args:
         module: Module that has the buffers.
         replicas: Replicas that run the module.
+
+    Attributes:
+        own: For each local replica, the buffers that differ from those of the module, by the number of the slot.
     """
 
     def __init__(self, module: torch.nn.Module, replicas: Replicas) -> None:
         self._module, self._is_single = module, replicas.num_replicas_in_sync == 1
-        self._own: list[dict[int, torch.Tensor]] = [{} for _ in replicas.local_replicas]
-
-    @property
-    def masters(self) -> Sequence[Sequence[torch.Tensor]] | None:
-        """The buffers with which each local replica begins; None for the module's."""
-        if not any(self._own):
-            return None
-        of_module = [slot.tensor for slot in slots_of(self._module)]
-        return [[own.get(number, tensor) for number, tensor in enumerate(of_module)] for own in self._own]
+        self.own: list[dict[int, torch.Tensor]] = [{} for _ in replicas.local_replicas]
 
     def keep(self, written: Sequence[Mapping[int, torch.Tensor]]) -> None:
         """Keep the buffers that each local replica wrote in a call, for the next call."""
@@ -97,10 +92,10 @@ class WrittenBuffers:
                 for number, tensor in written[0].items():
                     slots[number].put(tensor)
             return
-        if not any(self._own):
+        if not any(self.own):
             logger.info("an inference writes buffers of its module: each replica keeps its own copy")
-        for own, new in zip(self._own, written, strict=True):
-            own.update({number: tensor.clone() for number, tensor in new.items()})
+        for own, new in zip(self.own, written, strict=True):
+            own.update(new)
 
 
 class GroupableParameter(torch.nn.Parameter):

@@ -19,7 +19,7 @@ from strategies.compat.poptorch.optimizer_base import VariableAttributes
 from strategies.compat.poptorch.option_groups import OptionGroup
 from strategies.compat.poptorch.outputs import Anchor
 from strategies.errors import StrategyError
-from strategies.torch.replica_groups import ReplicaGroups
+from strategies.torch.replicas.groups import ReplicaGroups
 
 Content: TypeAlias = Mapping[str, Any]
 """The contents of a file, by name."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from strategies.data.randomness import drawing_alike, seed_python_and_numpy
-from strategies.torch.randomness import drawing_from
+from strategies.torch.replicas.generators import drawing_from
 
 
 def seed_all(seed: int) -> None:

@@ -32,7 +32,7 @@ from strategies.torch.distributed_data import DistributedSampler
 from strategies.torch.lightning.randomness import drawing_all_from, seed_all
 from strategies.torch.lightning.replica_batches import ReplicaBatches
 from strategies.torch.lightning.sampler_states import states_of, write_states
-from strategies.torch.randomness import seed_of
+from strategies.torch.replicas.generators import seed_of
 from strategies.torch.tensors import parts_of
 from strategies.typing import Batch, Tree
 

@@ -21,7 +21,7 @@ from strategies.torch.lightning.randomness import drawing_all_from
 from strategies.torch.lightning.replica_batches import ReplicaBatches
 from strategies.torch.lightning.step_logs import StepLogs
 from strategies.torch.outcomes import number_of, one_of, states_to
-from strategies.torch.randomness import seed_of
+from strategies.torch.replicas.generators import seed_of
 from strategies.typing import Batch, Tree
 
 _OUTSIDE = 2**40  # the first micro-batch in the seeds of random numbers that are drawn outside of training steps

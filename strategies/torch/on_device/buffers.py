@@ -8,8 +8,8 @@ import torch
 
 from collectives.tree import TreeNode
 from strategies.jax.replicas.replicas import Replicas
-from strategies.torch.model_buffers import ModelBuffers
-from strategies.torch.module_parts import Slot
+from strategies.torch.replicas.buffers import ModelBuffers
+from strategies.torch.replicas.module_parts import Slot
 from strategies.torch.on_device.arithmetic import TorchArithmetic
 from strategies.torch.on_device.contribution import Told
 from strategies.torch.options import FIRST, PER_REPLICA

@@ -13,7 +13,7 @@ from strategies.errors import StrategyError
 from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.on_device.arithmetic import torch_dtype
 from strategies.torch.on_device.flat_gradients import flat_buffers
-from strategies.torch.replica_groups import GroupRow
+from strategies.torch.replicas.groups import GroupRow
 from strategies.torch.replica_memory import put
 
 Told: TypeAlias = float | torch.Tensor

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from collectives import CollectiveTimeoutError, Communicator
 from collectives.reduction import Reduction
 from strategies.errors import StrategyError
 from strategies.pipelines.running.driver import AbandonedError
+from strategies.torch.replicas.generators import lent_baton
 
 SumArrays = Callable[[str, Sequence[np.ndarray]], np.ndarray]
 """(name, arrays of the local replicas) -> their sum over all replicas of all instances, in the order of the tree."""
@@ -65,46 +65,49 @@ class _ReplicaMeeting:
 class ReplicaMeetings:
     """Meetings in which the local replicas of a module wait for each other, and for replicas of other instances.
 
-    All local replicas must have begun, so each has a thread. At most `at_once` compute at the same time: a replica that
-    waits lets another one compute. An error of one replica ends the meetings of all, until `begin`.
+    All local replicas must have begun, so each has a thread. A replica that waits lets another one compute. An error of
+    one replica ends the meetings of all, until `begin`.
 
     Args:
         replicas: The global indices of the local replicas.
         add: Sums the arrays of all replicas.
-        at_once: Number of replicas that may compute at the same time; None for all.
         timeout_s: Limit of a replica's wait for other replicas of this instance.
-        device: The device of the replicas. An accelerator has one generator of random numbers, so a replica restores
-            its generator's state after it has waited.
+        is_on_host: Whether replicas compute on the host.
     """
 
-    def __init__(
-        self, replicas: range, add: SumArrays, at_once: int | None, timeout_s: float, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, replicas: range, add: SumArrays, timeout_s: float, is_on_host: bool = True) -> None:
         self._replicas = replicas
         self._add = add
         self._timeout_s = timeout_s
-        self._cores = threading.Semaphore(at_once or len(replicas))
-        self._may_cross = at_once is None  # a replica with several threads may wait in several meetings
-        self._generator: Any = None
-        if device is not None and device.type != "cpu":
-            self._generator = torch.get_device_module(device)
+        self._is_on_host = is_on_host
         self._lock = threading.Lock()
         self._open: dict[str, _ReplicaMeeting] = {}
         self._gone: set[int] = set()  # the replicas whose passes have ended
         self._failure: BaseException | None = None
+        self._of_first: list[np.ndarray] | None = None  # the sums that the first local replica has got
+        self._repeated: Iterator[np.ndarray] | None = None
 
-    def begin(self) -> None:
-        """Begin a step of all local replicas."""
+    def begin(self, is_repeated: bool = False) -> None:
+        """Begin a step of all local replicas, whose first one will compute again if `is_repeated`."""
         with self._lock:
             self._gone.clear()
             self._open.clear()
             self._failure = None
+            self._of_first = [] if is_repeated else None
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Let the first local replica compute again, with the sums that it got before."""
+        self._repeated = iter(self._of_first or ())
+        try:
+            yield
+        finally:
+            self._repeated = None
 
     @contextmanager
     def attended_by(self, replica: int) -> Iterator[None]:
-        """Let this thread compute a replica's passes when a core is free. Afterwards no replica waits for this one."""
-        is_on_host = self._generator is None
-        with nullcontext() if is_on_host else torch.autograd.set_multithreading_enabled(False), self._cores:
+        """Let this thread compute a replica's passes. Afterwards no replica waits for this one."""
+        with nullcontext() if self._is_on_host else torch.autograd.set_multithreading_enabled(False):
             try:  # autograd has one thread for all backward passes on a device, and it must not wait
                 yield
             finally:
@@ -120,6 +123,10 @@ class ReplicaMeetings:
             AbandonedError: If another local replica has failed.
             CollectiveError: If the collective fails, or after `timeout_s` a local replica has not come.
         """
+        if self._repeated is not None:
+            if (known := next(self._repeated, None)) is None:
+                raise StrategyError(f"replica {replica} comes to {name} more often than before")
+            return known
         with self._lock:
             if self._failure is not None:
                 raise AbandonedError(f"replica {replica} is given up in {name}: {self._failure}") from self._failure
@@ -137,11 +144,14 @@ class ReplicaMeetings:
         if meeting.error is not None:
             raise meeting.error
         assert meeting.total is not None
+        if self._of_first is not None and replica == self._replicas[0]:
+            self._of_first.append(meeting.total)
         return meeting.total
 
     def _carry_out(self, name: str, meeting: _ReplicaMeeting) -> None:
         try:
-            meeting.total = self._add(name, [meeting.arrays[replica] for replica in self._replicas])
+            with lent_baton():
+                meeting.total = self._add(name, [meeting.arrays[replica] for replica in self._replicas])
         except BaseException as error:
             meeting.error = error
             raise
@@ -149,16 +159,10 @@ class ReplicaMeetings:
             meeting.is_over.set()
 
     def _wait(self, name: str, replica: int, meeting: _ReplicaMeeting) -> None:
-        state = None if self._generator is None else self._generator.get_rng_state()
-        self._cores.release()
-        try:
+        with lent_baton():
             if not meeting.is_over.wait(self._timeout_s):
                 self._give_up(name, replica, meeting)
                 meeting.is_over.wait()  # if all local replicas are there, the collective has a limit of its own
-        finally:
-            self._cores.acquire()
-            if state is not None:
-                self._generator.set_rng_state(state)
 
     # ---- missing replicas
 
@@ -191,7 +195,7 @@ class ReplicaMeetings:
                 )
                 return
         waiting = {replica: name for name, meeting in self._open.items() for replica in meeting.arrays}
-        if not self._may_cross and len(waiting) + len(self._gone) == len(self._replicas) and len(self._open) > 1:
+        if len(waiting) + len(self._gone) == len(self._replicas) and len(self._open) > 1:
             places = ", ".join(f"replica {replica} in {name}" for replica, name in sorted(waiting.items()))
             self._fail(
                 StrategyError(

@@ -9,7 +9,7 @@ import torch
 from torch._C._dynamo import eval_frame
 
 from strategies.errors import StrategyError
-from strategies.torch.replica_groups import groups_of
+from strategies.torch.replicas.groups import groups_of
 from strategies.torch.tensors import have_other_bits, have_same_bits
 
 IN_PLACE = "_compiled_call_impl"
@@ -143,7 +143,8 @@ class ModuleWatch:
     """A watcher of a module's parts that are added, removed or replaced, and of parameters with a new shape or dtype.
 
     Attributes:
-        named: The module's parameters, each once, at the last call of `look`.
+        named: The module's parameters with their names, each once, at the last call of `look`.
+        parameters: The same parameters.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -154,7 +155,7 @@ class ModuleWatch:
         """Remember the parts that the module has now."""
         self._parts = ModuleParts(self._module)
         self.named = list(self._module.named_parameters())
-        self._parameters = [one for _, one in self.named]
+        self.parameters = [one for _, one in self.named]
         self._kinds = self._kinds_now()
 
     @property
@@ -170,7 +171,7 @@ class ModuleWatch:
     @property
     def writes(self) -> int:
         """The number of writes to parameters that PyTorch has counted."""
-        return sum(one._version for one in self._parameters)
+        return sum(one._version for one in self.parameters)
 
     @property
     def has_other_kinds(self) -> bool:
@@ -178,7 +179,7 @@ class ModuleWatch:
         return self._kinds != self._kinds_now()
 
     def _kinds_now(self) -> list[tuple[torch.Size, torch.dtype]]:
-        return [(one.shape, one.dtype) for one in self._parameters]
+        return [(one.shape, one.dtype) for one in self.parameters]
 
 
 def _getter(holder: Mapping[str, object]) -> Callable[[str], object]:

@@ -30,8 +30,8 @@ class _Left:
 class LeftGradients:
     """The gradients that backward passes of replicas leave in parameters outside of the trainer's module.
 
-    Local replicas add to them at the same time, and nothing adds those of other instances. An optimizer that steps with
-    one of them is refused. A gradient that the program has replaced or written since is its own.
+    Nothing adds those of other instances. An optimizer that steps with one of them is refused. A gradient that the
+    program has replaced or written since is its own.
     """
 
     def __init__(self) -> None:
@@ -39,9 +39,10 @@ class LeftGradients:
         self._left: dict[int, _Left] = {}
         self._is_watching = False
 
-    def begin(self, parameters: Iterable[tuple[torch.Tensor, str]]) -> None:
-        """Record the gradients before a step; each parameter comes with its name in words."""
-        self._before = [(one, name, one.grad, _version_of(one.grad)) for one, name in parameters]
+    def begin(self, parameters: Iterable[tuple[torch.Tensor, str]], more: bool = False) -> None:
+        """Record the gradients before a step; each parameter comes with its name in words. `more` adds to others."""
+        found = [(one, name, one.grad, _version_of(one.grad)) for one, name in parameters]
+        self._before = [*self._before, *found] if more else found
 
     def end(self) -> None:
         """Remember the gradients that the step has left, and watch all optimizers from the first one on."""
@@ -71,8 +72,8 @@ def _refuse_left(optimizer: torch.optim.Optimizer, left: dict[int, _Left]) -> No
             if one is not None and is_left and _version_of(gradient) == one.version:
                 raise StrategyError(
                     f"{type(optimizer).__name__} would use a gradient that the loss function of a Trainer has left in "
-                    f"{one.name}, which is outside of the Trainer's module. It is no mean over all replicas: local "
-                    "replicas add to it at the same time, and each instance has its own; put both networks into the "
-                    "Trainer's module, or call zero_grad() and compute the gradients of this network by themselves "
-                    "(docs: torch_modules, Networks outside of the module)"
+                    f"the {one.name}, which is outside of the Trainer's module. It is no mean over all replicas: each "
+                    "instance has its own; put both networks into the Trainer's module, or call zero_grad() and "
+                    "compute the gradients of this network by themselves (docs: torch_modules, Networks outside of "
+                    "the module)"
                 )

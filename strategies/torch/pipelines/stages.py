@@ -15,7 +15,7 @@ from typing_extensions import override
 import strategies.trees as trees
 from strategies.errors import StrategyError
 from strategies.pipelines.schedules import PipelineSchedule
-from strategies.torch.module_parts import Slot, slots_of
+from strategies.torch.replicas.module_parts import Slot, slots_of
 from strategies.torch.threads import ThreadValue
 
 

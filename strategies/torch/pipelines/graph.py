@@ -1,30 +1,27 @@
-"""The graph that autograd has recorded for a loss, with numbered nodes, and a shape to recognise like graphs."""
+"""The graph that autograd has recorded for a loss, and the nodes at which the backward passes of stages begin."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch.autograd.graph import Node
 
 from strategies.errors import StrategyError
+from strategies.torch.pipelines.stages import MetStages
 
-Edge = tuple[int, int]
-"""The number of a node of autograd, and the number of its input at which a gradient enters."""
-
-_LEAF, NOWHERE = -1, -2
+_LEAF, _NOWHERE = -1, -2
+_MOST_SHAPES = 64
 
 
 @dataclass(frozen=True)
 class RecordedGraph:
-    """The nodes that autograd reaches from a loss.
+    """The nodes that autograd reaches from a loss, numbered.
 
     Attributes:
         nodes: The nodes in the order in which `recorded` has met them. Node 0 has computed the loss.
-        root: The edge at which the gradient of the loss enters.
         shape: A value that is equal for two graphs if nodes with the same number have the same parameter, or were
             recorded in the same stage, have the same edges, and were recorded in the same order.
         parts: For each node that belongs to no parameter, one more than its stage; 0 before the first stage.
@@ -32,43 +29,30 @@ class RecordedGraph:
     """
 
     nodes: Sequence[Node]
-    root: Edge
     shape: tuple[int, ...]
-    parts: dict[int, int]
+    parts: Mapping[int, int]
     order: Sequence[int]
 
     def stage(self, number: int) -> int:
         """Return the stage in which a node was recorded; 0 for a node recorded before the first stage."""
         return max(self.parts[number] - 1, 0)
 
-    def is_leaf(self, number: int) -> bool:
-        """Return whether a node adds the gradients of a parameter."""
-        return number not in self.parts
+    @property
+    def firsts(self) -> Mapping[int, int]:
+        """For each stage, the number of the first node that autograd reaches in it: it begins with the latest."""
+        return {self.stage(number): number for number in self.order if self.parts[number]}
 
-    def parameter(self, number: int) -> torch.Tensor:
-        """Return the parameter of a leaf."""
-        found: torch.Tensor | None = getattr(self.nodes[number], "variable", None)
-        assert found is not None, "not a leaf"
-        return found
+    def record_uses(self, stages: MetStages) -> None:
+        """Record which stages use a parameter.
 
-    @cached_property
-    def edges(self) -> Sequence[Sequence[Edge]]:
-        """The edges that leave each node, one for each gradient that the node sends."""
-        numbers: dict[Node | None, int] = {node: number for number, node in enumerate(self.nodes)}
-        return [
-            [(numbers.get(following, NOWHERE), place) for following, place in node.next_functions]
-            for node in self.nodes
-        ]
-
-    def reached_from(self, number: int) -> set[int]:
-        """Return the numbers of a node and of all nodes that it leads to."""
-        seen, waiting = {number}, [number]
-        while waiting:
-            for following, _ in self.edges[waiting.pop()]:
-                if following != NOWHERE and following not in seen:
-                    seen.add(following)
-                    waiting.append(following)
-        return seen
+        Raises:
+            StrategyError: If stages share a parameter that they cannot share.
+        """
+        for number in reversed(self.order):
+            for following, _ in self.nodes[number].next_functions:
+                parameter = getattr(following, "variable", None)
+                if parameter is not None:
+                    stages.use(parameter, self.stage(number))
 
 
 def recorded(loss: torch.Tensor, begins: Sequence[int]) -> RecordedGraph:
@@ -96,14 +80,14 @@ def recorded(loss: torch.Tensor, begins: Sequence[int]) -> RecordedGraph:
         shape += (part, len(edges))
         for following, place in edges:
             if following is None:
-                shape.append(NOWHERE)
+                shape.append(_NOWHERE)
                 continue
             found = numbers.setdefault(following, len(nodes))
             if found == len(nodes):
                 nodes.append(following)
             shape += (found, place)
     order = sorted(sequence, key=sequence.__getitem__)
-    return RecordedGraph(nodes, (0, loss.output_nr), (*shape, *order), parts, order)
+    return RecordedGraph(nodes, (*shape, *order), parts, order)
 
 
 def _node_of(loss: torch.Tensor) -> Node:
@@ -113,3 +97,30 @@ def _node_of(loss: torch.Tensor) -> Node:
             "value computed from the parameter, as 1 * loss"
         )
     return loss.grad_fn
+
+
+class StageEntries:
+    """The entries of stages in backward passes, for the shapes of graphs met so far. Threads may share it.
+
+    Args:
+        stages: The stages, to record the parameters that they use.
+    """
+
+    def __init__(self, stages: MetStages) -> None:
+        self._stages = stages
+        self._found: dict[tuple[int, ...], Mapping[int, int]] = {}
+
+    def of(self, graph: RecordedGraph) -> Mapping[int, int]:
+        """Return, for each stage, the number of the first node that autograd reaches in it.
+
+        Raises:
+            StrategyError: If stages share a parameter that they cannot share.
+        """
+        found = self._found.get(graph.shape)
+        if found is None:
+            found = graph.firsts
+            graph.record_uses(self._stages)
+            if len(self._found) >= _MOST_SHAPES:  # each graph has another shape: forget those met before
+                self._found.clear()
+            self._found[graph.shape] = found
+        return found

@@ -1,15 +1,15 @@
-"""The program's functions that change gradients on each replica: `map_gradient`, and hooks on parameters."""
+"""The program's function that changes gradients on each replica, `map_gradient`, and zeros for the weight 0."""
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from strategies.errors import StrategyError
 
@@ -27,6 +27,9 @@ class GradientMap:
         function: The function `map_gradient` of the options; None to change only gradients of the weight 0.
         keeps_bad: Whether elements that are not finite stay so, for a later check.
         at_once: Number of micro-batches whose backward passes run at the same time, in a pipeline.
+
+    Attributes:
+        is_attached: Whether gradients are mapped now.
     """
 
     def __init__(self, function: MapGradient | None, keeps_bad: bool = False, at_once: int = 1) -> None:
@@ -36,19 +39,29 @@ class GradientMap:
         self._scale, self._divisor = 1.0, 1
         self._weight: float | None = None
         self._weights: dict[int, float | None] = {}  # of micro-batches that run at the same time, by their threads
-        self._nodes: list[Node] = []  # PyTorch drops a node without references, and its hook
+        self.is_attached = False
         self._calls: Counter[int] = Counter()
 
-    def attach(self, original: torch.Tensor, mine: torch.Tensor) -> None:
-        """Map the gradients added to the `grad` of a replica's parameter, but not results of `autograd.grad`.
+    @contextmanager
+    def attached(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+        """Map the gradients added to the `grad` of a replica's parameters, but not results of `autograd.grad`.
 
         Args:
-            original: The module's parameter. The function gets it if both parameters share memory.
-            mine: The replica's parameter.
+            pairs: The module's parameters, each with that of the replica. The function gets the module's if both are
+                the same or share memory.
         """
-        node = get_gradient_edge(mine).node
-        node.register_prehook(partial(_mapped, weakref.ref(self), original, mine))
-        self._nodes.append(node)
+        nodes = [get_gradient_edge(mine).node for _, mine in pairs]  # PyTorch drops a node without references
+        hooks = [
+            node.register_prehook(partial(_mapped, self, original, mine))
+            for node, (original, mine) in zip(nodes, pairs, strict=True)
+        ]
+        self.is_attached = True
+        try:
+            yield
+        finally:
+            self.is_attached = False
+            for hook in hooks:
+                hook.remove()
 
     def begin(self, number: int, scale: float, divisor: int, weight: float | None = None) -> None:
         """Set the scale of a micro-batch's loss, and the divisor and weight that the map applies to its gradients.
@@ -105,56 +118,15 @@ def multiplied(function: MapGradient, factor: int) -> MapGradient:
     return function if factor == 1 else lambda gradient, parameter: factor * function(gradient, parameter)
 
 
-class ParameterHooks:
-    """The hooks of a parameter of the original module, run for a replica's parameter.
-
-    They get the gradient of one replica, before the mean, and run in the replicas' threads, several at once.
-
-    Args:
-        original: The parameter on which the program registers and removes hooks, at any time.
-        mine: The replica's parameter, which has none of these hooks.
-    """
-
-    def __init__(self, original: torch.Tensor, mine: torch.Tensor) -> None:
-        self._original = original
-        self._mine = mine
-        self._is_installed = False
-
-    def follow(self) -> bool:
-        """Install the hooks on gradients, if the program has registered any by now.
-
-        Returns:
-            Whether there is a hook of `Tensor.register_post_accumulate_grad_hook`.
-        """
-        original = self._original
-        if original._backward_hooks and not self._is_installed and self._mine.requires_grad:
-            self._is_installed = True
-            self._mine.register_hook(self._on_gradient)
-        return bool(original._post_accumulate_grad_hooks)
-
-    def _on_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Run the hooks of `Tensor.register_hook` on a complete gradient, and return the result."""
-        for hook in tuple((self._original._backward_hooks or {}).values()):
-            changed = hook(gradient)
-            gradient = gradient if changed is None else changed
-        return gradient
-
-    def after_accumulation(self) -> None:
-        """Run the hooks of `Tensor.register_post_accumulate_grad_hook` on the replica's parameter."""
-        hooks = self._original._post_accumulate_grad_hooks
-        for hook in tuple(hooks.values()) if hooks else ():
-            hook(self._mine)
-
-
 def _mapped(
-    own: weakref.ref[GradientMap], original: torch.Tensor, mine: torch.Tensor, gradients: Sequence[torch.Tensor | None]
+    own: GradientMap, original: torch.Tensor, mine: torch.Tensor, gradients: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Map a gradient. Autograd calls this; the weak reference avoids a cycle that the garbage collector cannot see."""
-    found, gradient = own(), gradients[0]
-    if found is None or gradient is None:
+    """Map a gradient. Autograd calls this."""
+    gradient = gradients[0]
+    if gradient is None:
         return tuple(gradients)
     is_same = original.data_ptr() == mine.data_ptr() and original.shape == mine.shape
-    return (found(gradient, original if is_same else mine),)
+    return (own(gradient, original if is_same else mine),)
 
 
 def _refuse_others(new: object, gradient: torch.Tensor) -> None:

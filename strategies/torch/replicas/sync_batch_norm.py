@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from strategies.errors import StrategyError
 from strategies.jax.replicas.replicas import Replicas
-from strategies.torch.meetings import ReplicaMeetings, adding_over
+from strategies.torch.replicas.meetings import ReplicaMeetings, adding_over
 from strategies.torch.threads import ThreadValue
 
 _FORWARD = "forward"
@@ -42,11 +42,15 @@ class Seat:
         replicas: The number of all replicas.
         module: The replica's module.
         meetings: The meetings in which replicas sum; None if they do not sum, as in an evaluation.
+
+    Attributes:
+        is_alone: Whether there is one replica.
+        replica: The global index of the replica.
     """
 
     def __init__(self, replica: int, replicas: int, module: torch.nn.Module, meetings: ReplicaMeetings | None) -> None:
         self.is_alone = replicas == 1
-        self._replica = replica
+        self.replica = replica
         self._module = weakref.ref(module)  # its layers are the keys of `_kept`
         self._meetings = meetings
         self._names: dict[int, str] = {}
@@ -68,12 +72,12 @@ class Seat:
                 yield
             except BaseException as error:
                 if self._meetings is not None:
-                    self._meetings.fail(self._replica, error)
+                    self._meetings.fail(self.replica, error)
                 raise
 
     def attended(self) -> AbstractContextManager[None]:
         """Return a context in which the calling thread runs the passes of a step for the replica."""
-        return nullcontext() if self._meetings is None else self._meetings.attended_by(self._replica)
+        return nullcontext() if self._meetings is None else self._meetings.attended_by(self.replica)
 
     def sum(self, layer: torch.nn.Module, what: str, micro_batch: int | None, row: torch.Tensor) -> torch.Tensor:
         """Return the sum of the rows, float64, of all replicas."""
@@ -85,7 +89,7 @@ class Seat:
                 "here; leave it in evaluation mode in an evaluation, and make it a part of the module in a training"
             )
         array = row.cpu().numpy()
-        return torch.from_numpy(np.array(self._meetings.sum(name, self._replica, array))).to(row.device)
+        return torch.from_numpy(np.array(self._meetings.sum(name, self.replica, array))).to(row.device)
 
     def _name_of(self, layer: torch.nn.Module) -> str:
         module = self._module()
@@ -121,7 +125,7 @@ def seat_in_loop(module: torch.nn.Module, replicas: Replicas, is_busy: bool) -> 
     """Make the seat of this instance's one replica in the program's own loop."""
     communicator = replicas.communicator
     meetings = ReplicaMeetings(
-        replicas.local_replicas, adding_over(communicator, is_busy), None, communicator.limits.timeout_s
+        replicas.local_replicas, adding_over(communicator, is_busy), communicator.limits.timeout_s
     )
     return Seat(replicas.local_replicas.start, replicas.num_replicas_in_sync, module, meetings)
 

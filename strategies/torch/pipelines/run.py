@@ -4,50 +4,52 @@ The forward pass of a micro-batch reports each block that begins. Backward passe
 numbers the nodes that it records, and goes back from the highest number to the lowest. The numbers at which a stage
 began and ended show the first of its nodes that autograd reaches. A hook there waits for the stage's turn. Kernels and
 bits are the same as without a pipeline, because micro-batches keep their order in each stage.
-If a schedule splits backward passes, the thread goes through the stages a third time, for the gradients of parameters
-(`strategies.torch.split_backward`).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from collectives.instruments import Instruments
 from strategies.errors import StrategyError
-from strategies.pipelines.running.driver import raise_first
+from strategies.pipelines.running.driver import Course, Drive, ScheduledAction, raise_first
 from strategies.pipelines.schedules import schedule_named
-from strategies.pipelines.timetable import ActionKind, Timed, Timetable, placed
-from strategies.torch.micro_batches import MicroBatchCourse, MicroBatches, MicroBatchTurns, weights_behind
-from strategies.torch.recorded_graph import recorded
-from strategies.torch.split_backward import SplitBackward
-from strategies.torch.stage_entries import KnownEntries
-from strategies.torch.stages import BufferUses, MetStages, TorchPipeline, watching
+from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timetable, placed
+from strategies.torch.pipelines.generators import drawing_in_thread
+from strategies.torch.pipelines.graph import StageEntries, recorded
+from strategies.torch.pipelines.stages import BufferUses, MetStages, TorchPipeline, watching
 
 _sequence_number = torch._C._autograd._get_sequence_nr
 
+Work = Callable[[int, "Walk"], None]
+"""(number of a micro-batch, its walk) -> None. Called in a thread of the micro-batch."""
+
 
 class PipelineRun:
-    """One replica's pipeline, step after step.
+    """The pipeline of a module, for one replica after another.
 
-    The first step runs its micro-batches one after another, to learn the stages; later steps follow the timetable. If
+    The first call runs its micro-batches one after another, to learn the stages; later calls follow the timetable. If
     all stages are on one device, nothing can overlap, and no timetable is followed.
 
     Args:
         pipeline: The options of the pipeline.
         count: Number of micro-batches in a step.
         intra_op_threads: PyTorch's number of threads within an operation.
-        module: The replica's module.
-        training: Whether micro-batches have backward passes.
+        module: The module.
+        trains: Whether micro-batches have backward passes.
         instruments: The instruments to notify when a stage begins and ends with a micro-batch.
-        replica: The global index of the replica, for the instruments.
-        meets: Whether layers wait for other replicas.
+        is_at_once: Whether micro-batches may run at the same time. If layers wait for other replicas, they may not.
 
     Attributes:
-        spans: The timed actions of all devices in the last step; empty after the first one.
+        spans: The timed actions of all devices in the last step, by replica; empty after the first call.
 
     Raises:
         StrategyError: From `each`, see `Walk` and `MetStages`.
@@ -59,59 +61,74 @@ class PipelineRun:
         count: int,
         intra_op_threads: int,
         module: torch.nn.Module,
-        training: bool = True,
-        instruments: Instruments | None = None,
-        replica: int = 0,
-        meets: bool = False,
+        trains: bool,
+        instruments: Instruments,
+        is_at_once: bool = True,
     ) -> None:
-        self._pipeline = pipeline
-        self._meets = meets
-        self._count = count
+        self._pipeline, self._count, self._module = pipeline, count, module
+        self._trains, self._is_at_once = trains, is_at_once
+        self._instruments = instruments
         self._stages = MetStages(pipeline.placing())
-        self._entries = KnownEntries(self._stages)
+        self._entries = StageEntries(self._stages)
         self._timetable: Timetable | None = None
-        self._trains = training
-        self._instruments, self._replica = instruments or Instruments(), replica
-        self._module = module
         self._threads = ThreadPoolExecutor(count, "micro-batch", torch.set_num_threads, (intra_op_threads,))
-        self.spans: Sequence[Timed] = ()
-        for name, inner in module.named_modules():
-            if inner._buffers and training:
-                inner.register_forward_pre_hook(partial(self._stages.enter_module, name))
+        self.spans: dict[int, Sequence[Timed]] = {}
 
-    def each(self, work: Callable[[int, Walk], None]) -> None:
-        """Call a function for each micro-batch, in the order of the timetable.
-
-        Args:
-            work: Called with the number of a micro-batch and its `Walk`, in a thread of its own.
+    def each(self, work: Work, replica: int) -> None:
+        """Call a function for each micro-batch of a replica, in the order of the timetable.
 
         Raises:
             BaseException: The error that `work` has raised for a micro-batch. The other micro-batches have ended then.
         """
-        if self._timetable is None or len(self._timetable.devices) == 1:
-            for number in range(self._count):
-                walk = self._walk(number, None)
-                if number == 0 and self._timetable is None and self._trains:
-                    self._look(walk, work)
-                else:
-                    _walk(walk, work)
-            if self._timetable is None:
-                self._timetable = self._planned()
-                self._course = MicroBatchCourse(self._timetable)
-            return
-        drive = MicroBatches(self._course, self._meets)
-        walks = [self._walk(number, drive.turns_of(number)) for number in range(self._count)]
+        hooks = self._watched_modules() if self._trains else []
+        try:
+            if self._timetable is None or len(self._timetable.devices) == 1 or not self._is_at_once:
+                self._one_by_one(work, replica)
+            else:
+                self._at_once(self._timetable, work, replica)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _watched_modules(self) -> list[RemovableHandle]:
+        enter = self._stages.enter_module
+        named = self._module.named_modules()
+        return [one.register_forward_pre_hook(partial(enter, name)) for name, one in named if one._buffers]
+
+    def _one_by_one(self, work: Work, replica: int) -> None:
+        for number in range(self._count):
+            walk = Walk(self._stages, self._entries, number, None, self._instruments, replica)
+            if number == 0 and self._timetable is None and self._trains:
+                with BufferUses(self._module, lambda walk=walk: walk.stage) as uses:
+                    walk.run(work)
+                uses.refuse_changes_that_cross()
+            else:
+                walk.run(work)
+        if self._timetable is None:
+            self._timetable = self._planned()
+            self._course = Course.of(self._timetable, lambda part: part[1].micro_batch)
+            self._of_each: list[list[ScheduledAction]] = [[] for _ in range(self._count)]
+            for turn in sorted(chain.from_iterable(self._course.devices), key=_place):
+                if turn.action.micro_batch is not None:
+                    self._of_each[turn.action.micro_batch].append(turn)
+
+    def _at_once(self, timetable: Timetable, work: Work, replica: int) -> None:
+        drive = Drive(self._course, time.perf_counter())
+        walks = [
+            Walk(self._stages, self._entries, number, Turns(drive, turns, timetable), self._instruments, replica)
+            for number, turns in enumerate(self._of_each)
+        ]
         # the first micro-batch comes last: the others sleep by then, and do not contend for Python's lock
-        raise_first([self._threads.submit(_walk, walk, work) for walk in reversed(walks)])
-        self.spans = drive.spans
-
-    def _walk(self, number: int, turns: MicroBatchTurns | None) -> Walk:
-        return Walk(self._stages, self._entries, number, turns, self._instruments, self._replica)
-
-    def _look(self, walk: Walk, work: Callable[[int, Walk], None]) -> None:
-        with BufferUses(self._module, lambda: walk.stage) as uses:
-            _walk(walk, work)
-        uses.refuse_changes_that_cross()
+        raise_first([self._threads.submit(walk.run, work) for walk in reversed(walks)])
+        spans = list(drive.spans)
+        if self._trains:
+            end_s = max(span.end_s for span in spans)
+            spans += [
+                Timed(device, StageAction(ActionKind.UPDATE, stage, None), end_s, end_s)
+                for stage, devices in enumerate(timetable.mapping)
+                for device in devices
+            ]
+        self.spans[replica] = spans
 
     def _planned(self) -> Timetable:
         """Return the timetable of the stages that the first step has met."""
@@ -126,13 +143,52 @@ class PipelineRun:
             )
         numbers = {device: number for number, device in enumerate(sorted(set(devices)))}
         schedule = schedule_named(self._pipeline.schedule)
-        timetable = schedule.timetable(placed([numbers[device] for device in devices]), self._count, self._trains)
-        has_several = len(timetable.devices) < timetable.num_stages
-        return weights_behind(timetable) if timetable.has_split_backward and has_several else timetable
+        return schedule.timetable(placed([numbers[device] for device in devices]), self._count, self._trains)
 
     def close(self) -> None:
         """End the threads."""
         self._threads.shutdown(wait=True)
+
+
+def _place(turn: ScheduledAction) -> tuple[int, int]:
+    """Return a key that sorts the actions of a micro-batch in the order of its thread: forward, then back."""
+    kind, stage = turn.action.kind, turn.action.stage
+    return (0, stage) if kind is ActionKind.FORWARD else (1, -stage)
+
+
+class Turns:
+    """The turns of one micro-batch: its thread calls `wait` before each action, and `done` after it.
+
+    Args:
+        drive: The drive of all micro-batches.
+        turns: The actions of this one, in their order.
+        timetable: The timetable.
+    """
+
+    def __init__(self, drive: Drive, turns: Sequence[ScheduledAction], timetable: Timetable) -> None:
+        self.timetable = timetable
+        self.drive = drive
+        self._turns = turns
+        self._next = 0
+        self._begun_s = 0.0
+
+    def wait(self, kind: ActionKind, stage: int) -> None:
+        """Wait for the turn of the next action. `kind` and `stage` say what the thread is about to do.
+
+        Raises:
+            AbandonedError: If another micro-batch has failed.
+        """
+        turn = self._turns[self._next]
+        assert (turn.action.kind, turn.action.stage) == (kind, stage), f"{kind} of stage {stage}, not {turn.action}"
+        self.drive.wait(turn)
+        self._begun_s = self.drive.clock()
+
+    def done(self) -> None:
+        """Mark the action as ended, and wake threads that wait for it."""
+        turn = self._turns[self._next]
+        self._next += 1
+        following = self._turns[self._next] if self._next < len(self._turns) else None
+        self.drive.done(turn, self._begun_s, following)
 
 
 class Walk:
@@ -150,9 +206,9 @@ class Walk:
     def __init__(
         self,
         stages: MetStages,
-        entries: KnownEntries,
+        entries: StageEntries,
         micro_batch: int,
-        turns: MicroBatchTurns | None,
+        turns: Turns | None,
         instruments: Instruments,
         replica: int,
     ) -> None:
@@ -162,14 +218,29 @@ class Walk:
         self._instruments, self._replica = instruments, replica
         self._kind = ActionKind.FORWARD
         self.stage = 0
-        self._split: SplitBackward | None = None
         self._begins = [0]  # autograd's sequence numbers at which the stages begin
         self._around: list[int] = []  # the stages of the enclosing blocks
 
-    def start(self) -> None:
-        """Enter the first stage."""
-        self._begins = [_sequence_number()]
-        self._wait()
+    @property
+    def is_at_once(self) -> bool:
+        """Whether other micro-batches run at the same time."""
+        return self._turns is not None
+
+    def drawing(self, seed: int) -> AbstractContextManager[None]:
+        """Return a context in which this thread draws the random numbers of the micro-batch."""
+        return drawing_in_thread(seed) if self.is_at_once else nullcontext()
+
+    def run(self, work: Work) -> None:
+        """Go through the stages. If it fails, no other micro-batch waits for this one."""
+        with watching(self):
+            try:
+                self._begins = [_sequence_number()]
+                self._wait()
+                work(self._micro_batch, self)
+            except BaseException:
+                if self._turns is not None:
+                    self._turns.drive.give_up()
+                raise
 
     def begin(self, name: str, ipu: int | None) -> None:
         """Enter a block. If a new stage begins with it, wait for the turn of that stage.
@@ -204,38 +275,20 @@ class Walk:
     def turn_round(self, loss: torch.Tensor, last: int) -> None:
         """End the forward pass with a loss, and wait for the turn of its backward pass."""
         self._advance(last, "the loss")
-        splits = self._turns is not None and self._turns.timetable.has_split_backward
-        if last or splits:
+        if last:
             graph = recorded(loss, self._begins)
-            entries = self._entries.of(graph, splits)
-            if entries.split is not None:
-                self._split = SplitBackward(loss, graph, entries.split)
-            for stage, number in entries.firsts.items():
+            for stage, number in self._entries.of(graph).items():
                 if stage != last:
                     graph.nodes[number].register_prehook(partial(self._go_back, stage))
         self._done()
-        self._kind = ActionKind.BACKWARD_INPUTS if splits else ActionKind.BACKWARD
+        self._kind = ActionKind.BACKWARD
         self._wait()
 
     def back(self, loss: torch.Tensor) -> None:
         """Run the backward pass from the loss that `turn_round` was given."""
-        if self._split is None:
-            loss.backward()
-        else:
-            self._split.of_inputs()
+        loss.backward()
         self._go_back(0)
         self._done()
-        if self._split is not None:
-            split, self._split = self._split, None  # hooks of nodes lead here; without a cycle, memory is freed at once
-            self._go_through_weights(split, self._turns)
-
-    def _go_through_weights(self, split: SplitBackward, turns: MicroBatchTurns | None) -> None:
-        assert turns is not None
-        self._kind = ActionKind.BACKWARD_WEIGHTS
-        for self.stage in range(turns.timetable.num_stages):
-            self._wait()
-            split.of_weights(self.stage)
-            self._done()
 
     def leave(self) -> None:
         """End a forward pass that has no backward pass."""
@@ -263,18 +316,3 @@ class Walk:
         self._instruments.replica_ends(self._replica, self.stage, self._micro_batch)
         if self._turns is not None:
             self._turns.done()
-
-    def give_up(self) -> None:
-        """End the waits of all micro-batches."""
-        if self._turns is not None:
-            self._turns.give_up()
-
-
-def _walk(walk: Walk, work: Callable[[int, Walk], None]) -> None:
-    with watching(walk):
-        try:
-            walk.start()
-            work(walk._micro_batch, walk)
-        except BaseException:
-            walk.give_up()
-            raise

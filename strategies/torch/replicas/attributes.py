@@ -1,0 +1,253 @@
+"""The attributes that a module's steps assign: each replica has its own, as a process of its own would have."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from operator import is_
+from typing import NoReturn, final
+
+import numpy as np
+import torch
+
+from strategies.errors import StrategyError
+from strategies.typing import Tree
+
+_MISSING = object()
+_OF_PYTORCH = frozenset(vars(torch.nn.Module())) - {"training"}
+"""Attributes that hold parameters, buffers, submodules and hooks."""
+_CONTAINERS = (list, dict, set, deque)
+_MOST_ELEMENTS = 1000
+"""Containers with more elements belong to the instance, not to a replica."""
+
+
+@final
+class ReplicaNumbers:
+    """The numbers that an attribute has in the replicas of an instance, where no replica runs.
+
+    Calculations raise, and so does pickling: a checkpoint would have numbers that nobody can load.
+
+    Args:
+        name: The names of the module and the attribute.
+        of: The number of each replica, by its global index.
+    """
+
+    def __init__(self, name: str, of: Mapping[int, Tree]) -> None:
+        self._name, self._of = name, {replica: _float_of(one) for replica, one in of.items()}
+
+    def _refuse(self, *others: object) -> NoReturn:
+        numbers = ", ".join(f"{one:g} in replica {replica}" for replica, one in self._of.items())
+        raise StrategyError(
+            f"{self._name} was assigned in a step and is {numbers}, so outside of steps it has no value; return it as "
+            "a metric (log it in the step with self.log, in Lightning), or start one instance per replica"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _refuse
+    __neg__ = __abs__ = __float__ = __int__ = __index__ = __bool__ = __round__ = __format__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __reduce__ = item = detach = cpu = _refuse
+    __hash__ = object.__hash__
+
+    def __deepcopy__(self, known: object) -> ReplicaNumbers:
+        """Return the object itself: callbacks copy modules."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class _Contents:
+    """The elements of a list, dictionary, set or deque at one time."""
+
+    holder: Tree
+    elements: Tree
+
+    def put(self) -> None:
+        if isinstance(self.holder, list):
+            self.holder[:] = self.elements
+        else:
+            self.holder.clear()
+            (self.holder.extend if isinstance(self.holder, deque) else self.holder.update)(self.elements)
+
+    @property
+    def are_there(self) -> bool:
+        """Whether the container has the same elements now."""
+        now, then = self.holder, self.elements
+        if len(now) != len(then):
+            return False
+        if isinstance(now, dict):
+            return all(map(is_, now, then)) and all(map(is_, now.values(), then.values()))
+        return now == then if isinstance(now, set) else all(map(is_, now, then))
+
+
+@dataclass
+class _Assigned:
+    """The values of one attribute.
+
+    Attributes:
+        first: The value with which each replica begins; `_MISSING` if there was none.
+        left: The value when the last replica ended.
+        of: The values of the replicas.
+    """
+
+    first: Tree
+    left: Tree
+    of: dict[int, Tree] = field(default_factory=dict)
+
+    def of_replica(self, replica: int) -> Tree:
+        """Return the value with which a replica begins a step; one that came later begins as another one does."""
+        return self.of.get(replica, next(iter(self.of.values()), self.first))
+
+
+@dataclass(frozen=True)
+class AttributeView:
+    """The attributes of a module at one time.
+
+    Attributes:
+        attributes: The attributes of each submodule.
+        contents: The elements of lists, dictionaries and other containers, by the module's number and the name.
+        assigned: The values of the replicas.
+    """
+
+    attributes: Sequence[dict[str, Tree]]
+    contents: Mapping[tuple[int, str], _Contents]
+    assigned: Mapping[tuple[int, str], _Assigned]
+
+
+@final
+class Attributes:
+    """The attributes of a module and its submodules that steps assign, for each local replica.
+
+        self.count += 1  # in forward: the number of this replica's passes
+
+    Between steps, attributes have the values of the last local replica. Numbers of the module itself that differ
+    between local replicas are `ReplicaNumbers` then. A value that the program assigns holds for all replicas. Lists,
+    dictionaries, sets and deques count by their elements. Other objects that a step changes in place belong to the
+    instance, and those of TorchScript to the module.
+
+    Args:
+        module: The module.
+        left_out: Attributes of a library, which the program does not assign.
+        apart: Submodules of these classes are left alone.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        left_out: Collection[str] = (),
+        apart: tuple[type[torch.nn.Module], ...] = (),
+    ) -> None:
+        self._name = type(module).__name__
+        self._others = _OF_PYTORCH | frozenset(left_out)
+        apart = *apart, torch.jit.ScriptModule
+        self._attributes = [vars(one) for one in module.modules() if not isinstance(one, apart)]
+        self._assigned: dict[tuple[int, str], _Assigned] = {}  # by the module's number and the attribute's name
+
+    # ---- all at once
+
+    def view(self) -> AttributeView:
+        """Return the present attributes of the module, and those of all replicas."""
+        assigned = {key: replace(one, of=dict(one.of)) for key, one in self._assigned.items()}
+        return AttributeView([dict(one) for one in self._attributes], dict(self._contents()), assigned)
+
+    def put(self, view: AttributeView, *, of_all: bool = True) -> None:
+        """Give the module the attributes that it had, and if `of_all`, all replicas too."""
+        for attributes, before in zip(self._attributes, view.attributes, strict=True):
+            if not _are_same(attributes, before):
+                for name in attributes.keys() - before.keys() - self._others:
+                    del attributes[name]
+                attributes.update({name: one for name, one in before.items() if name not in self._others})
+        for contents in view.contents.values():
+            if not contents.are_there:
+                contents.put()
+        if of_all:
+            self._assigned = {key: replace(one, of=dict(one.of)) for key, one in view.assigned.items()}
+
+    def _contents(self) -> Iterator[tuple[tuple[int, str], _Contents]]:
+        for number, attributes in enumerate(self._attributes):
+            for name, value in attributes.items():
+                if type(value) in _CONTAINERS and name not in self._others and len(value) <= _MOST_ELEMENTS:
+                    yield (number, name), _Contents(value, value.copy())
+
+    # ---- for one replica
+
+    def begin(self, replicas: Iterable[int]) -> None:
+        """Begin a step of these local replicas. Those that came from a lost instance begin as another one does.
+
+        A value that the program has assigned since the last step holds for all replicas.
+        """
+        local = list(replicas)
+        for (number, name), values in list(self._assigned.items()):
+            left, now = values.left, self._attributes[number].get(name, _MISSING)
+            if now is left.holder and left.are_there if isinstance(left, _Contents) else now is left:
+                values.of = {replica: values.of_replica(replica) for replica in local}
+            else:
+                del self._assigned[number, name]
+
+    @contextmanager
+    def of(self, replica: int) -> Iterator[None]:
+        """Give attributes the values of a replica, and keep those that it assigns."""
+        for (number, name), values in self._assigned.items():
+            _put(self._attributes[number], name, values.of.get(replica, values.first))
+        before, contents = [dict(one) for one in self._attributes], dict(self._contents())
+        try:
+            yield
+        finally:
+            self._end(replica, before, contents)
+
+    def _end(
+        self,
+        replica: int,
+        before: Sequence[Mapping[str, Tree]],
+        contents: Mapping[tuple[int, str], _Contents],
+    ) -> None:
+        for number, (attributes, earlier) in enumerate(zip(self._attributes, before, strict=True)):
+            if _are_same(attributes, earlier):
+                continue
+            for name in (earlier.keys() | attributes.keys()) - self._others:
+                first, now = earlier.get(name, _MISSING), attributes.get(name, _MISSING)
+                if now is not first:
+                    self._assigned.setdefault((number, name), _Assigned(contents.get((number, name), first), now))
+        for key, earlier_contents in contents.items():
+            if key not in self._assigned and not earlier_contents.are_there:
+                self._assigned[key] = _Assigned(earlier_contents, earlier_contents)
+        for (number, name), values in self._assigned.items():
+            now = self._attributes[number].get(name, _MISSING)
+            values.of[replica] = values.left = _Contents(now, now.copy()) if type(now) in _CONTAINERS else now
+            if number == 0 and _differ(values.of):
+                self._attributes[number][name] = values.left = ReplicaNumbers(f"{self._name}.{name}", values.of)
+
+
+def _put(attributes: dict[str, Tree], name: str, value: Tree) -> None:
+    if value is _MISSING:
+        attributes.pop(name, None)
+    elif isinstance(value, _Contents):
+        attributes[name] = value.holder
+        value.put()
+    else:
+        attributes[name] = value
+
+
+def _are_same(attributes: Mapping[str, Tree], before: Mapping[str, Tree]) -> bool:
+    """Return whether a module has the attributes that it had, which takes 1 us."""
+    return attributes.keys() == before.keys() and all(map(is_, attributes.values(), before.values()))
+
+
+def _differ(of: Mapping[int, Tree]) -> bool:
+    """Return whether the values of replicas are numbers, or arrays of one element, and differ."""
+    values = list(of.values())
+    return all(map(_is_number, values)) and any(bool(one != values[0]) for one in values[1:])
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    if isinstance(value, np.ndarray):
+        return value.size == 1 and value.dtype.kind in "biuf"
+    return isinstance(value, Real | np.bool_)
+
+
+def _float_of(number: Tree) -> float:
+    if isinstance(number, torch.Tensor):
+        number = number.detach()
+    return float(number.item() if isinstance(number, torch.Tensor | np.ndarray) else number)

@@ -1,0 +1,269 @@
+"""The comparison of a replica's turn with its repetition, which finds programs whose results depend on the spread.
+
+In steps 1, 2, 4, 8 and so on the first local replica computes once more, after the others. Whatever a turn changes and
+nobody puts back makes a difference then: a counter in a closure, an object that a hook fills, a generator of the
+program, a clock, a network outside of the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from strategies.core.digest import Digest
+from strategies.errors import StrategyError
+from strategies.jax.comparing.digest import digest_of
+from strategies.torch.replicas.left_gradients import LeftGradients
+from strategies.torch.replicas.module_parts import Slot, is_compiled
+from strategies.torch.tensors import as_array, bits_of
+from strategies.torch.threads import ThreadValue
+
+_WORD = 1 << 64
+_PIECE = 1 << 22  # elements
+REASONS = (
+    "an object outside of the module that a replica changes and reads, as a list, a counter or a dictionary in a closure "
+    "or a global variable, a torch.Generator of the program, a clock, or a tensor in an attribute. Replicas take turns, "
+    "so each would see what others have left there; keep such values in buffers of the module, or in attributes that are "
+    "numbers, strings, lists or dictionaries (docs: torch_modules, What is checked)"
+)
+
+
+class Compared(Protocol):
+    """The results of a turn that must have the same bits if it is repeated.
+
+    Attributes:
+        losses: The loss of each micro-batch.
+        slots: Buffers and frozen parameters afterwards.
+    """
+
+    @property
+    def losses(self) -> Sequence[torch.Tensor]:
+        """The loss of each micro-batch."""
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """The buffers and frozen parameters afterwards."""
+
+
+_guard: ThreadValue[Guard | None] = ThreadValue(None)
+
+
+class Guard:
+    """The comparisons of one module.
+
+    Args:
+        module: The module.
+
+    Attributes:
+        found: What has differed in the last step, in words; "" if nothing has.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self.found = ""
+        self._kept: list[tuple[str, Digest | None]] = []
+        self._turn = 0
+        self._outside: dict[int, tuple[torch.nn.Module, Sequence[object], set[int]]] = {}
+        self._left = LeftGradients()
+        self._strangers: list[tuple[torch.Tensor, str]] = []  # parameters of networks outside of the module
+
+    # ---- networks outside of the module
+
+    @contextmanager
+    def watching(self, is_repeated: bool) -> Iterator[None]:
+        """Watch the networks outside of the module that replicas use in a step.
+
+        Args:
+            is_repeated: Whether the step is one whose first turn is repeated; in other steps nothing is searched.
+        """
+        self.found, self._turn = "", 0
+        self._left.begin(self._strangers)
+        if not is_repeated or is_compiled(self._module):  # a hook of all modules would make torch.compile start anew
+            yield
+            self._left.end()
+            return
+        self._own = set(map(id, self._module.modules()))
+        hook = register_module_forward_pre_hook(_called)
+        try:
+            yield
+        finally:
+            hook.remove()
+            outside, self._outside = list(self._outside.values()), {}
+        for network, before, turns in outside:
+            if len(turns) > 1 and (name := _written(network, before)):
+                self._find(
+                    f"replicas have written {name} of a {type(network).__qualname__} outside of the module. It is one "
+                    "network for all replicas of an instance; make it a part of the module, call its eval(), or update "
+                    "it between steps (docs: torch_modules, Networks outside of the module)"
+                )
+        self._left.end()
+
+    @contextmanager
+    def of_turn(self) -> Iterator[None]:
+        """Watch the networks that this thread calls in one turn."""
+        self._turn += 1
+        with _guard.being(self):
+            yield
+
+    def called(self, network: torch.nn.Module) -> None:
+        """Handle a module that is called."""
+        if id(network) in self._own:
+            return
+        known = self._outside.get(id(network))
+        if known is not None:
+            known[2].add(self._turn)
+            return
+        self._outside[id(network)] = network, _marks(network), {self._turn}
+        known_parameters = {id(one) for one, _ in self._strangers}
+        new = [
+            (one, f"parameter {name!r} of a {type(network).__qualname__}")
+            for name, one in network._parameters.items()
+            if one is not None and one.requires_grad and id(one) not in known_parameters
+        ]
+        self._strangers += new
+        self._left.begin(new, more=True)
+
+    # ---- the repetition
+
+    def keep(self, compared: Compared, gradients: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:
+        """Remember the results of the first replica.
+
+        Args:
+            compared: The results.
+            gradients: The gradients of the trained parameters.
+            names: The names of these parameters.
+        """
+        self._kept = _digests(compared, gradients, names)
+
+    def compare(
+        self,
+        replica: int,
+        again: Callable[[], tuple[Compared, Sequence[torch.Tensor | None]]],
+        names: Sequence[str],
+    ) -> None:
+        """Repeat the first replica's turn, and compare.
+
+        Args:
+            replica: Its global index.
+            again: Repeats it, and returns results and gradients.
+            names: The names of the trained parameters.
+        """
+        try:
+            found = _digests(*again(), names)
+        except Exception as error:
+            self._find(
+                f"replica {replica} computed its part of the step twice, and the second time it has raised "
+                f"{type(error).__name__}: {error}. Its loss depends on {REASONS}"
+            )
+            return
+        for (name, then), (_, now) in zip(self._kept, found, strict=True):
+            if then != now:
+                self._find(
+                    f"replica {replica} computed its part of the step twice, and {name} was another one the second "
+                    f"time. It depends on {REASONS}"
+                )
+                return
+
+    def _find(self, text: str) -> None:
+        self.found = self.found or text
+
+
+def _called(network: torch.nn.Module, _: object) -> None:
+    if _guard.now is not None:
+        _guard.now.called(network)
+
+
+def _marks(network: torch.nn.Module) -> list[tuple[str, int, int, int]]:
+    """Return marks of a network's own tensors, without those of its submodules, that a write changes."""
+    named = [*network._buffers.items(), *network._parameters.items()]
+    return [(name, id(one), one.data_ptr(), one._version) for name, one in named if one is not None]
+
+
+def _written(network: torch.nn.Module, before: Sequence[object]) -> str:
+    changed = [mark[0] for mark in _marks(network) if mark not in before]
+    return changed[0] if changed else ""
+
+
+def _digests(
+    compared: Compared, gradients: Sequence[torch.Tensor | None], names: Sequence[str]
+) -> list[tuple[str, Digest | None]]:
+    named: list[tuple[str, torch.Tensor | None]] = [("the loss", one) for one in compared.losses]
+    named += [(f"the gradient of {name}", one) for name, one in zip(names, gradients, strict=True)]
+    named += [(slot.name, slot.tensor) for slot in compared.slots]
+    digests = iter(digests_of([one for _, one in named if one is not None]))
+    return [(name, None if one is None else next(digests)) for name, one in named]
+
+
+def digests_of(tensors: Sequence[torch.Tensor]) -> list[Digest]:
+    """Return a digest of each tensor: two numbers that depend on all bits. Those of a device take one read."""
+    dense = [one.detach() if one.layout is torch.strided else one.detach().to_dense() for one in tensors]
+    if all(one.device.type == "cpu" for one in dense):
+        return [digest_of([as_array(one)]) for one in dense]
+    with torch.no_grad():
+        found = torch.stack([_device_digest(one) for one in dense]).cpu()
+    return [(total % _WORD, squares % _WORD) for total, squares in found.tolist()]
+
+
+def _device_digest(tensor: torch.Tensor) -> torch.Tensor:
+    """Return two sums over a tensor's elements as integers, modulo 2**64: x * weight and x * x * weight.
+
+    The weight of element i is 2 * i + 1.
+    """
+    found = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for number, piece in enumerate(bits_of(tensor).reshape(-1).split(_PIECE)):
+        wide, first = piece.to(torch.int64), 2 * number * _PIECE + 1
+        placed = wide * torch.arange(first, first + 2 * piece.numel(), 2, device=tensor.device)  # odd: no bit is lost
+        found += torch.stack([placed.sum(), (placed * wide).sum()])
+    return found
+
+
+# ---- writes to parameters
+
+
+class WriteMarks:
+    """The marks of parameters before a step, to find those that replicas have written.
+
+    PyTorch counts the writes to a tensor, except those through `parameter.data`. So in steps whose first turn is
+    repeated, bits are compared, too.
+
+    Args:
+        named: The parameters that replicas must not write.
+        compares_bits: Whether to compare bits.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], compares_bits: bool) -> None:
+        self._named, self._compares_bits = named, compares_bits
+        self._before = self._marks()
+        self._bits = digests_of([one for _, one in named]) if compares_bits else []
+
+    def _marks(self) -> list[tuple[int, int]]:
+        return [(one.data_ptr(), one._version) for _, one in self._named]
+
+    def refuse(self) -> None:
+        """Raise if a parameter was written since.
+
+        Raises:
+            StrategyError: If one was.
+        """
+        if (now := self._marks()) != self._before:
+            place = next(place for place, pair in enumerate(zip(now, self._before, strict=True)) if pair[0] != pair[1])
+        elif self._compares_bits and (bits := digests_of([one for _, one in self._named])) != self._bits:
+            place = next(place for place, pair in enumerate(zip(bits, self._bits, strict=True)) if pair[0] != pair[1])
+        else:
+            return
+        name, parameter = self._named[place]
+        if parameter.requires_grad:
+            raise StrategyError(
+                f"{name} was written while a replica computed, as Embedding(max_norm=...) does in its forward pass. It "
+                "is trained, and replicas share it, so their writes would be lost or mixed. Write it between steps, or "
+                "compute another tensor from it in the forward pass; parameters frozen with requires_grad_(False) may "
+                "be written"
+            )
+        raise StrategyError(
+            f"{name} is frozen, and was written while a replica computed, but not in the first step, so replicas share "
+            f"it; declare from the start how replicas agree on it: model_state_aggregation={ {name: 'mean'} }"
+        )

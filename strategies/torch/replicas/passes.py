@@ -1,0 +1,269 @@
+"""One replica's forward and backward passes of a step, with the module itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.jit import optimized_execution
+
+import strategies.trees as trees
+from strategies.core.options import GradientAccumulationReductionMethod
+from strategies.errors import StrategyError
+from strategies.outcome import Outcome
+from strategies.torch.replicas.gradient_map import GradientMap
+from strategies.torch.on_device.arithmetic import divide
+from strategies.torch.on_device.contribution import Told
+from strategies.torch.on_device.determinism import way_out_of_refusals
+from strategies.torch.options import TorchOptions
+from strategies.torch.outcomes import WEIGHT, outcome_of, refuse_losses, refuse_where_replicas_meet, weighted_loss
+from strategies.torch.pipelines.run import PipelineRun, Walk
+from strategies.torch.replica_memory import ReplicaMemory
+from strategies.torch.replicas.generators import seed_generators, seed_of
+from strategies.torch.replicas.sync_batch_norm import Seat
+from strategies.torch.tensors import parts_of
+from strategies.typing import Batch, Number, Tree
+
+LossFunction = Callable[[torch.nn.Module, Batch], Tree]
+"""(module, batch) -> loss, or (loss, dictionary of metrics), or (loss, metrics, outputs), or `Outcome`, for one replica
+and one micro-batch."""
+
+RUNNING_MEAN = GradientAccumulationReductionMethod.RUNNING_MEAN
+
+
+@dataclass(frozen=True)
+class PassesOfReplica:
+    """The results of a replica's passes in a step, besides gradients.
+
+    Attributes:
+        names: The names of the values: "loss", the metrics, and the weight if losses have weights.
+        values: The values, as means over the micro-batches.
+        losses: The loss of each micro-batch, without history.
+        weight: The mean weight of the losses; None if they have no weights.
+        outputs: For each micro-batch, the loss function's third result, without history, on the replica's device.
+    """
+
+    names: tuple[str, ...]
+    values: Sequence[Told]
+    losses: Sequence[torch.Tensor]
+    weight: float | None
+    outputs: Sequence[Tree]
+
+
+class ReplicaPasses:
+    """The passes of local replicas, one after another.
+
+    Args:
+        module: The module.
+        memory: The memory in which replicas compute.
+        loss_fn: The loss function.
+        options: The options of the step.
+        is_on_device: Whether gradients stay on the device, and so do metrics.
+        meets: Whether layers wait for other replicas.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        memory: ReplicaMemory,
+        loss_fn: LossFunction,
+        options: TorchOptions,
+        is_on_device: bool,
+        meets: bool,
+    ) -> None:
+        self._module, self._memory, self._loss_fn, self._options = module, memory, loss_fn, options
+        self._is_on_device, self._meets = is_on_device, meets
+        self._map = options.mapping()
+        self._zeros, self._has_weights = options.zeros(), False
+
+    def run(
+        self,
+        seat: Seat,
+        batch: Batch,
+        step: int,
+        scale: float,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        pipeline: PipelineRun | None = None,
+        ends: Callable[[], object] = lambda: None,
+    ) -> PassesOfReplica:
+        """Run the passes of a replica. Gradients are added to those of its parameters.
+
+        Args:
+            seat: The replica.
+            batch: Its batch.
+            step: The number of the step.
+            scale: The loss scale of the backward pass.
+            pairs: The trained parameters of the module, each with that of the replica.
+            pipeline: The pipeline of the module; None without one.
+            ends: Called before the last backward pass.
+
+        Raises:
+            BaseException: The error of the module or the loss function.
+        """
+        count = self._options.gradient_accumulation_count
+        parts = [batch] if count == 1 else parts_of(batch, count)
+        found: list[tuple[tuple[str, ...], Sequence[Told], torch.Tensor, float | None, Tree] | None] = [None] * count
+
+        def work(number: int, walk: Walk | None) -> None:
+            seed = seed_of(self._options.seed, seat.replica, step, number)
+            with self._drawing(seed, walk), seat.computing(number), optimized_execution(False):  # see torch_modules.md
+                with self._autocast():
+                    outcome = outcome_of(lambda: self._loss_fn(self._module, self._memory.put(parts[number])))
+                loss, weight = outcome.loss, outcome.weight
+                refuse_losses(loss)
+                outputs = trees.map(_detached, outcome.outputs)
+                values, names = self._values_of(outcome), ("loss", *outcome.metrics)
+                found[number] = names, values, loss.detach(), weight, outputs
+                del outcome  # the history of metrics
+                loss = self._for_backward(loss, number, scale, weight, pairs, maps)
+                if walk is not None:
+                    walk.turn_round(loss, walk.last_stage)
+                if number == count - 1:
+                    ends()
+                if walk is None:
+                    loss.backward()
+                else:
+                    walk.back(loss)
+
+        with ExitStack() as maps, way_out_of_refusals():
+            if self._map is not None:
+                maps.enter_context(self._map.attached(pairs))
+            if pipeline is None:
+                for number in range(count):
+                    work(number, None)
+            else:
+                if self._has_weights:  # later, other micro-batches would run through the hooked nodes
+                    maps.enter_context(self._zeros.attached(pairs))
+                pipeline.each(work, seat.replica)
+        names, values, losses, weights, outputs = zip(*(one for one in found if one is not None), strict=True)
+        total = list(values[0])
+        for more in values[1:]:
+            total = [one + other for one, other in zip(total, more, strict=True)]
+        weight = _mean_of(weights)
+        return PassesOfReplica(
+            names[0] if weight is None else (*names[0], WEIGHT),
+            [_divided(value, count) for value in total],
+            losses,
+            weight,
+            outputs,
+        )
+
+    def _drawing(self, seed: int, walk: Walk | None) -> AbstractContextManager[object]:
+        """Let a micro-batch draw its random numbers; in a pipeline from a generator of its thread."""
+        if walk is None or not walk.is_at_once:
+            seed_generators(seed, self._memory.device)
+        return nullcontext() if walk is None else walk.drawing(seed)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        dtype = self._options.autocast_dtype
+        return nullcontext() if dtype is None else torch.autocast(self._memory.device.type, dtype)
+
+    def _values_of(self, outcome: Outcome) -> list[Told]:
+        """Return the loss and the metrics, times the weight if there is one, and then the weight."""
+        named, weight = {"loss": outcome.loss, **outcome.metrics}, outcome.weight
+        values = [self._number(name, 0.0 if weight == 0 else value) for name, value in named.items()]
+        return values if weight is None else [*(one * weight for one in values), self._number(WEIGHT, weight)]
+
+    def _number(self, name: str, value: Number) -> Told:
+        """Return a metric as a number; if gradients stay on the device, as a wide scalar there."""
+        device = self._memory.device
+        if not self._is_on_device:
+            return _number(name, value)
+        wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == device.type:
+            return value.detach().reshape(()).to(wide, copy=True)  # a copy: the next pass may change the tensor
+        return torch.full((), _number(name, value), dtype=wide, device=device)
+
+    def _for_backward(
+        self,
+        loss: torch.Tensor,
+        number: int,
+        scale: float,
+        weight: float | None,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        maps: ExitStack,
+    ) -> torch.Tensor:
+        """Return the loss for the backward pass. For a running mean, also rescale the gradients so far."""
+        if self._options.method is RUNNING_MEAN and number:
+            for _, parameter in pairs:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(number / (number + 1))
+        divisor = self._options.divisor(number)
+        if weight is not None:
+            self._zero_gradients(loss, number, scale, weight, pairs, maps)
+        if self._map is not None:
+            self._map.begin(number, scale, divisor, weight)
+            return loss * scale if scale != 1 else loss
+        if weight is not None:
+            loss = weighted_loss(loss, weight)
+        if divisor != 1:
+            loss = loss / divisor
+        return loss * scale if scale != 1 else loss
+
+    def _zero_gradients(
+        self,
+        loss: torch.Tensor,
+        number: int,
+        scale: float,
+        weight: float,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        maps: ExitStack,
+    ) -> None:
+        """Make zeros of this micro-batch's gradients if its weight is 0, because 0 times NaN is NaN.
+
+        If layers meet those of other replicas, gradients of their losses arrive here as well, and they stay.
+
+        Raises:
+            StrategyError: If layers meet others, and gradients are mapped, or the loss has the weight 0 and is not
+                finite.
+        """
+        if self._meets:
+            refuse_where_replicas_meet(loss, weight, self._map is not None)
+            return
+        self._has_weights = True
+        if not self._zeros.is_attached and (weight == 0 or self._options.pipeline is not None):
+            maps.enter_context(self._zeros.attached(pairs))
+        self._zeros.begin(number, scale, 1, weight)
+
+
+def _divided(value: Told, count: int) -> Told:
+    """Return a quotient in float64, with the host's bits on any device."""
+    if not isinstance(value, torch.Tensor):
+        return value / count
+    divide([value], count)
+    return value
+
+
+def _mean_of(weights: Sequence[float | None]) -> float | None:
+    """Return the mean weight of micro-batches, as the metrics are averaged; None without weights.
+
+    Raises:
+        StrategyError: If only some micro-batches have a weight.
+    """
+    given = [weight for weight in weights if weight is not None]
+    if not given:
+        return None
+    if len(given) < len(weights):
+        raise StrategyError(
+            "the loss of some micro-batches has a weight, and that of others has none; give all of them weights, 1.0 "
+            "for example"
+        )
+    return float(np.float32(sum(given) / len(given)))
+
+
+def _detached(leaf: object) -> object:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _number(name: str, value: Number) -> float:
+    try:
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        what = f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise TypeError(
+            f"the metric {name!r} is {what}; metrics are scalars: return values of each row as outputs, "
+            "(loss, metrics, outputs)"
+        ) from error
