@@ -24,6 +24,8 @@ from strategies.torch.replicas.module_parts import refuse_to_be_compiled
 from strategies.torch.on_device.determinism import use_deterministic_operations
 from strategies.torch.options import Aggregation, TorchOptions
 from strategies.torch.outcomes import is_asked_for, number_of, one_of, refuse_losses, states_to
+from strategies.torch.replicas.attributes import Attributes
+from strategies.torch.replicas.generators import has_baton
 from strategies.torch.replicas.groups import groups_of
 from strategies.torch.replica_turns import LossOfBatch, ReplicaTurns
 from strategies.torch.scripted_modules import stop_profiling
@@ -61,9 +63,8 @@ class DistributedModel(torch.nn.Module):
         intra_op_threads: PyTorch's number of threads within an operation; None leaves it as it is.
         stream_gradients: Whether gradients are exchanged while the backward pass runs, as in `TorchOptions`. Gradients
             that stay on a device are exchanged at the end of the pass.
-        verify_steps: Number of first updates after which instances compare the bits of all parameters, at the end of
-            the next backward pass. Bits are also compared after updates 2, 4, 8 and so on, and whenever instances
-            have written parameters unequally often. 0 turns comparisons off.
+        missing_gradients: As in `TorchOptions`: "zero" counts a gradient that only some replicas have as zeros on the
+            others.
         zero_weight: The end of a step whose losses all have the weight 0. "error": it raises `ZeroWeightError`. "skip":
             every `grad` of the module is None then, so that optimizers of `torch.optim` change no parameter.
 
@@ -86,7 +87,7 @@ class DistributedModel(torch.nn.Module):
         model_state_aggregation: Aggregation = None,
         intra_op_threads: int | None = 1,
         stream_gradients: bool | None = None,
-        verify_steps: int = 1,
+        missing_gradients: str = ERROR,
         zero_weight: str = ERROR,
     ) -> None:
         super().__init__()
@@ -95,7 +96,7 @@ class DistributedModel(torch.nn.Module):
             gradient_transfer_dtype=gradient_transfer_dtype,
             model_state_aggregation=model_state_aggregation,
             stream_gradients=stream_gradients,
-            verify_steps=verify_steps,
+            missing_gradients=missing_gradients,
             zero_weight=zero_weight,
         )
         if options.transfer.is_quantised:
@@ -128,6 +129,10 @@ class DistributedModel(torch.nn.Module):
     def replica(self) -> int:
         """The replica for which the module computes: in the `loss_fn` of `backward`, that of the rows."""
         return self._averaging.loop.replica
+
+    def compute_with(self, attributes: Attributes, *, repeats: bool) -> None:
+        """Let a front end of this model say which attributes replicas have, and whether a replica computes again."""
+        self._turns.attributes, self._turns.repeats = attributes, repeats
 
     @property
     def steps_made(self) -> int:
@@ -164,8 +169,9 @@ class DistributedModel(torch.nn.Module):
 
         Raises:
             StrategyError: Inside `no_sync` or after a pass in it. If an instance has several replicas and the module
-                has a SyncBatchNorm. If a gradient exists on some replicas only, or is gone after the pass. If a forward
-                pass changes the parts of the module, and other replicas, or a repetition, begin after it.
+                has a SyncBatchNorm. If a gradient exists on some replicas only, unless `missing_gradients` is "zero", or
+                is gone after the pass. If a forward pass changes the parts of the module. On all instances, if a
+                replica that computes again in step 1, 2, 4, 8 and so on gets another loss, gradient or buffer.
             TypeError: If the loss is no scalar tensor.
             ValueError: If the batch cannot be divided evenly among the local replicas.
             WeightError: On all instances, if weights of losses have no mean; see `weighted_backward`.
@@ -228,7 +234,8 @@ class DistributedModel(torch.nn.Module):
         is_again = torch._C._current_graph_task_id() >= 0  # a checkpoint recomputes this pass
         collects = self.training and torch.is_grad_enabled() and not is_again and not is_asked_for()
         stating = states_to(averaging.loop.weights.stated) if collects else nullcontext()
-        with seat, draws, optimized_execution(False), averaging.parts.changes.writes.watching(), stating:
+        watching = nullcontext() if has_baton() else averaging.parts.changes.writes.watching()
+        with seat, draws, optimized_execution(False), watching, stating:
             outputs = self.module(*arguments, **named)
         averaging.watch(outputs)
         return outputs

@@ -61,7 +61,7 @@ from strategies.torch.on_device.paths import path_for
 from strategies.torch.optimizer_arrays import numbers_of_groups
 from strategies.torch.options import TorchOptions
 from strategies.torch.outcomes import are_weighted
-from strategies.torch.replicas.guard import digests_of
+from strategies.torch.replicas.guard import digests_of, refuse_difference, repeats_bits
 from strategies.torch.replicas.passes import LossFunction
 from strategies.torch.replicas.turns import AnyExchange, LocalTurns, ResultsOfTurn, StepInputs
 from strategies.torch.tensors import dtype_of, host_array, real_view, tensors_of
@@ -322,7 +322,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     @property
     def _can_repeat(self) -> bool:
         """Whether a replica that computes again must get the same bits. One replica has no neighbours to disturb it."""
-        is_exact = self._training.memory_of_replicas.is_on_host or torch.are_deterministic_algorithms_enabled()
+        is_exact = repeats_bits(self._training.memory_of_replicas.device)
         return is_exact and self._replicas.num_replicas_in_sync > 1
 
     def _insist_on_same_bits(self, state: TorchTraining) -> None:
@@ -345,20 +345,11 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         if local.exchange is not None:
             local.exchange.let_go()
 
-    def _refuse_difference(self, local: LocalTurns) -> None:
-        """Raise on all instances what the comparison with a repeated turn has found on one of them. Collective."""
-        communicator, found = self._replicas.communicator, local.guard.found
-        finders = communicator.all_gather(np.array(bool(found)), name="the comparison of a turn with its repetition")
-        if finders.any():
-            root = int(np.flatnonzero(finders)[0])
-            text = broadcast_text(communicator, found, root, "what has differed in a repeated turn")
-            raise StrategyError(f"in step {self._training.step} {text}")
-
     @override
     def arrived(self, pending: TorchPending) -> Arrived:
         training, exchange, local = self._training, pending.exchange, pending.local
         if pending.inputs.is_repeated:
-            self._refuse_difference(local)
+            refuse_difference(self._replicas, local.guard.found, training.step)
         plan, results = exchange.plan, local.results
         tail, means, are_bad, has_weight = self._received(exchange, pending.inputs.scale, results)
         if settings_differ(*tail.settings):

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from strategies.core.distributions import look, tell_look
 from strategies.core.journal import Recorded
 from strategies.core.survival import together, warn_of_loss
+from strategies.core.weights import ERROR
 from strategies.errors import StrategyError
 from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.averaged_parts import AveragedParts
@@ -23,7 +25,9 @@ from strategies.torch.layers import layers_of_loop
 from strategies.torch.loop_exchange import Told
 from strategies.torch.loop_means import LoopMeans, Turn, received_means, refuse_spares
 from strategies.torch.loop_state import LoopState, agree_on_losses, refuse_open_sums
+from strategies.torch.replicas.generators import has_baton
 from strategies.torch.replicas.module_parts import Slot
+from strategies.torch.replicas.state import Changes
 from strategies.torch.options import TorchOptions
 from strategies.torch.outcomes import refuse_where_replicas_meet
 from strategies.torch.pass_weights import divide_by_weight, has_mean, quotient, refuse_lacking
@@ -210,7 +214,14 @@ class GradientAveraging:
         Raises:
             StrategyError: If a backward pass of autograd would be that of one of several local replicas.
         """
-        if (local := len(self._replicas.local_replicas)) > 1:
+        local = len(self._replicas.local_replicas)
+        if local > 1 and has_baton():
+            raise StrategyError(
+                f"the loss of another model's backward(loss_fn, batch) goes through this {type(self._module).__name__}, "
+                "whose gradients that call cannot average; freeze it meanwhile: call requires_grad_(False) on its "
+                "module before, and requires_grad_(True) afterwards"
+            )
+        if local > 1:
             raise StrategyError(
                 f"this instance drives {local} replicas, but loss.backward() is the backward pass of one; call "
                 "model.backward(loss_fn, batch), which lets each replica compute, or use strategies.torch.Trainer"
@@ -304,7 +315,8 @@ class GradientAveraging:
             gradients = self._gradients(model_pass)
             weight = self.loop.weights.total if is_active else None
             slots = self.parts.buffers.slots
-            tail = self.parts.exchange.finish([self._told(gradients, slots, is_active, weight=weight)])
+            changes = [float(self.parts.changes.has_changed(number, slot)) for number, slot in enumerate(slots)]
+            tail = self.parts.exchange.finish([self._told(gradients, changes, is_active, weight=weight)])
             if not tail.metrics[1]:
                 return self._apply(tail, [gradients], [slots], [weight])[0]
         self._plan_anew()
@@ -315,21 +327,20 @@ class GradientAveraging:
     def _told(
         self,
         gradients: Sequence[torch.Tensor | None],
-        slots: Sequence[Slot],
+        changes: Changes,
         is_active: bool = True,
         loss: float = 0,
         weight: float | None = None,
     ) -> Told:
         """Return the numbers that travel behind the gradients of a replica."""
-        changes = tuple(self.parts.changes.has_changed(number, slot) for number, slot in enumerate(slots))
         flags = tuple(gradient is not None for gradient in gradients)
         numbers = is_active, self.parts.is_behind, loss, weight or 0.0, weight is not None
-        return Told(numbers, self.parts.agreement.word(self.loop.step), flags, changes)
+        return Told(numbers, self.parts.agreement.word(self.loop.step), flags, [float(one) for one in changes])
 
     def _apply(
         self,
         tail: Tail,
-        of_each: Sequence[Sequence[torch.Tensor | None]],
+        of_each: Sequence[list[torch.Tensor | None]],
         slots: Sequence[Sequence[Slot]],
         weights: Sequence[float | None],
     ) -> tuple[Tail, dict[int, torch.Tensor]]:
@@ -346,14 +357,17 @@ class GradientAveraging:
         """
         assert self.parts.exchange is not None
         active = float(tail.metrics[0])
-        refuse_gradients_of_some(
-            self.parts.exchange.plan,
-            tail.has_gradient,
-            lambda number: [gradients[number] is not None for gradients in of_each],
-            self._replicas,
-            active,
-            ", and freeze it on all of them or on none",
-        )
+        if self._options.missing_gradients == ERROR:
+            refuse_gradients_of_some(
+                self.parts.exchange.plan,
+                tail.has_gradient,
+                lambda number: [gradients[number] is not None for gradients in of_each],
+                self._replicas,
+                active,
+                ", and freeze it on all of them or on none",
+            )
+        else:
+            self._add_missing(tail.has_gradient, of_each[0])
         if tail.metrics[4]:
             if tail.metrics[4] != active:
                 refuse_lacking(self._replicas, weights)
@@ -366,6 +380,12 @@ class GradientAveraging:
         if active == 1:
             self.parts.agreement.compare_bits(self.loop.step, tail.settings)
         return tail, values
+
+    def _add_missing(self, shares: np.ndarray, gradients: list[torch.Tensor | None]) -> None:
+        """Add gradients of zeros, over which means are written, where other replicas have gradients."""
+        for number, (share, (_, parameter)) in enumerate(zip(shares, self.parts.named, strict=True)):
+            if share and gradients[number] is None:
+                parameter.grad = gradients[number] = torch.zeros_like(parameter)
 
     def _divide_alone(self, gradients: Sequence[torch.Tensor | None], weight: float | None) -> None:
         """Divide the gradients of the only replica by the mean weight of its losses, if they have any."""
@@ -388,7 +408,7 @@ class GradientAveraging:
         while (tail := self._exchanged(turns)).metrics[1]:
             self._plan_anew()
         of_each = [turn.of(self.parts.named) for turn in turns]
-        slots = [turn.slots_in_order(self.parts.buffers.slots) for turn in turns]
+        slots = [turn.slots for turn in turns]
         tail, values = self._apply(tail, of_each, slots, weights)
         return LoopMeans(quotient(float(tail.metrics[2]), tail.weight), of_each[0], values, tail.weight)
 
@@ -401,10 +421,8 @@ class GradientAveraging:
             exchange.take_all(gradients, place)
         for bucket in range(len(exchange.plan.members) - 1):
             exchange.reduce(bucket)
-        slots = self.parts.buffers.slots
         told = [
-            self._told(turn.of(self.parts.named), turn.slots_in_order(slots), loss=turn.loss, weight=turn.weight)
-            for turn in turns
+            self._told(turn.of(self.parts.named), turn.changes, loss=turn.loss, weight=turn.weight) for turn in turns
         ]
         return exchange.finish(told)
 

@@ -43,7 +43,7 @@ class LoopAgreement:
         options = {
             "seed": str(own.seed),
             "gradient_transfer_dtype": str(own.transfer.dtype),
-            "verify_steps": str(own.verify_steps),
+            "missing_gradients": own.missing_gradients,
             "zero_weight": own.zero_weight,
         }
         insist_on_agreement(self._replicas, [options, terms, buffers])
@@ -54,7 +54,7 @@ class LoopAgreement:
 
     def word(self, step: int) -> int:
         """Return the hash that travels with a step: it differs if instances have written parameters unequally often."""
-        return word_of(step, self._watch.writes - self._writes_before) if self._options.verify_steps else 0
+        return word_of(step, self._watch.writes - self._writes_before)
 
     def compare_bits(self, step: int, words: tuple[float, float]) -> None:
         """Compare the bits of all parameters if the options or the words of all instances demand it. Collective if so.
@@ -66,7 +66,7 @@ class LoopAgreement:
         Raises:
             DivergenceError: On all instances, if bits differ.
         """
-        if settings_differ(*words) or self._options.compares_bits(step):
+        if settings_differ(*words) or (step and not step & (step - 1)):
             state = {name: host_array(one) for name, one in self._module.named_parameters()}
             insist_on_same_bits(self._replicas, host_arrays(state), step)
             self.have_same_bits()

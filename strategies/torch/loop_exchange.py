@@ -30,7 +30,7 @@ class Told:
     flags: tuple[float, ...]
     settings: int
     has_gradient: tuple[bool, ...]
-    has_changed: tuple[bool, ...]
+    has_changed: Sequence[float]
 
     @property
     def values(self) -> list[float]:

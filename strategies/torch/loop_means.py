@@ -12,6 +12,7 @@ import torch
 from collectives import Communicator
 from strategies.errors import SpareError
 from strategies.torch.replicas.module_parts import Slot
+from strategies.torch.replicas.state import Changes
 from strategies.torch.pass_weights import Named
 from strategies.torch.replica_memory import HOST
 from strategies.torch.tensors import as_array
@@ -25,20 +26,19 @@ class Turn:
         loss: The loss; the sum of the weighted losses if they have weights.
         gradients: The `grad` of each parameter, by the parameter's id.
         came: The ids of the parameters to which this pass has added gradients.
-        slots: Copies of buffers and frozen parameters after the pass, by name; those that no other replica changes are
-            missing.
+        slots: The buffers and frozen parameters after the pass, in the order of the module's slots.
+        changes: Which of them the pass has changed.
+        losses: The loss of each micro-batch, without its weight.
         weight: The sum of the weights of the losses; None if they have no weights.
     """
 
     loss: float
     gradients: Mapping[int, torch.Tensor | None]
     came: frozenset[int]
-    slots: Mapping[str, Slot]
+    slots: Sequence[Slot]
+    changes: Changes
+    losses: Sequence[torch.Tensor]
     weight: float | None = None
-
-    def slots_in_order(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Return the copies in the order of the module's slots; a slot without a copy stands for itself."""
-        return [self.slots.get(slot.name, slot) for slot in slots]
 
     def of(self, named: Named) -> list[torch.Tensor | None]:
         """Return the gradients of these parameters, None for parameters without one."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -14,11 +15,20 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from strategies.errors import StrategyError
 from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.gradient_hooks import GradientHooks
-from strategies.torch.loop_randomness import MicroBatchRandomness
 from strategies.torch.optimizer_arrays import parameters_of
 from strategies.torch.outcomes import weighted_value
 from strategies.torch.pass_weights import PassWeights, has_gradient
-from strategies.torch.replicas.generators import seed_of
+from strategies.torch.replicas.generators import (
+    AllStates,
+    Baton,
+    are_equal,
+    has_baton,
+    kept_generators,
+    lay_all,
+    lift_all,
+    seed_generators,
+    seed_of,
+)
 
 Averages = Callable[[torch.Tensor], bool]
 """(parameter) -> whether its gradients are averaged over all instances."""
@@ -52,7 +62,7 @@ class LoopState:
         self._forward_passes = 0  # the number of them in this micro-batch
         self._has_ended = False
         self._is_told = False
-        self._randomness: MicroBatchRandomness | None = None
+        self._states: AllStates | None = None  # of the generators, after the last forward pass of the micro-batch
 
     def copied(self) -> LoopState:
         """Return a new state with the same number of steps."""
@@ -62,7 +72,10 @@ class LoopState:
 
     @contextmanager
     def turn(self, replica: int) -> Iterator[None]:
-        """Let a local replica make its passes, which draw its random numbers and exchange nothing."""
+        """Let a local replica make its passes, which draw its random numbers and exchange nothing.
+
+        The caller keeps the generators of the process, and has the baton.
+        """
         own, self.replica, self.syncs = self.replica, replica, False
         self._begin_passes()
         try:
@@ -70,6 +83,10 @@ class LoopState:
         finally:
             self.replica, self.syncs = own, True
             self._begin_passes()
+
+    def seed_micro_batch(self, number: int, device: torch.device) -> None:
+        """Seed the generators for a micro-batch of a turn."""
+        seed_generators(seed_of(self._seed, self.replica, self.step, number), device)
 
     def _begin_passes(self) -> None:
         self._micro_batch, self._has_ended = 0, False
@@ -90,7 +107,7 @@ class LoopState:
 
     def _begin_micro_batch(self) -> None:
         self._forward_passes = 0
-        self._randomness = None
+        self._states = None
 
     @contextmanager
     def forward_pass(self, is_training: bool, device: torch.device) -> Iterator[None]:
@@ -105,11 +122,11 @@ class LoopState:
                 recomputation draws random numbers.
         """
         if torch._C._current_graph_task_id() >= 0:
-            with self._again(is_training, device):
+            with nullcontext() if has_baton() else self._again(is_training, device):
                 yield
             return
         if not is_training:
-            with self._seeded(device).drawing():
+            with self._drawing(device, None):
                 yield
             return
         if self._has_ended:
@@ -120,28 +137,58 @@ class LoopState:
             self._is_told = True
             self._begins(self.step)
         self._forward_passes += 1
-        if self._randomness is None:
-            self._randomness = self._seeded(device)
-        with self._randomness.drawing():
+        if has_baton():
             yield
+            return
+        with self._drawing(device, self._states) as after:
+            yield
+        [self._states] = after
 
-    def _seeded(self, device: torch.device) -> MicroBatchRandomness:
-        return MicroBatchRandomness(seed_of(self._seed, self.replica, self.step, self._micro_batch), device)
+    @contextmanager
+    def _drawing(self, device: torch.device, states: AllStates | None) -> Iterator[list[AllStates]]:
+        """Let a forward pass draw from generators with these states, or seeded anew; yield a list for the new states.
+
+        In a turn, which has seeded the generators already, they go on afterwards as if the pass had drawn nothing.
+        """
+        after: list[AllStates] = []
+        with ExitStack() as stack:
+            before = lift_all(device) if has_baton() else None
+            if before is None:
+                stack.enter_context(kept_generators(device))
+                stack.enter_context(Baton(device))
+            if states is None:
+                seed_generators(seed_of(self._seed, self.replica, self.step, self._micro_batch), device)
+            else:
+                lay_all(states)
+            try:
+                yield after
+            finally:
+                after.append(lift_all(device))
+                if before is not None:
+                    lay_all(before)
 
     @contextmanager
     def _again(self, is_training: bool, device: torch.device) -> Iterator[None]:
-        randomness = self._seeded(device)
-        before = randomness.states()
+        after: list[AllStates] = []
         try:
-            with randomness.drawing():
+            with self._drawing(device, None) as after:
                 yield
         finally:
-            if is_training and self._forward_passes > 1 and not randomness.is_at(before):
-                raise StrategyError(
-                    f"a checkpoint recomputes one of {self._forward_passes} forward passes of a DistributedModel. It "
-                    "would draw other random numbers, because they continue from one pass to the next; checkpoint "
-                    "inside of the module, where random numbers are repeated"
-                )
+            if is_training and self._forward_passes > 1 and after and not self._are_unused(after[0], device):
+                self._refuse_to_go_on()
+
+    def _are_unused(self, states: AllStates, device: torch.device) -> bool:
+        """Return whether generators with these states have drawn nothing in this micro-batch."""
+        with self._drawing(device, None) as seeded:
+            pass
+        return are_equal(states, seeded[0])
+
+    def _refuse_to_go_on(self) -> NoReturn:
+        raise StrategyError(
+            f"a checkpoint recomputes one of {self._forward_passes} forward passes of a DistributedModel. It would draw "
+            "other random numbers, because they continue from one pass to the next; checkpoint inside of the module, "
+            "where random numbers are repeated"
+        )
 
 
 def agree_on_losses(averages: Averages, replicas: Replicas, weights: PassWeights) -> Callable[[], None]:

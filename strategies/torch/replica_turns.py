@@ -1,9 +1,8 @@
-"""The local replicas in the program's own loop, which compute one after another with the same module."""
+"""The local replicas in the program's own loop, which take turns with the module."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,29 +15,18 @@ from strategies.jax.replicas.replicas import Replicas
 from strategies.outcome import Outcome
 from strategies.torch.gradient_averaging import GradientAveraging
 from strategies.torch.loop_means import LoopMeans, Turn, refuse_spares
-from strategies.torch.replicas.module_parts import Slot, slots_of
 from strategies.torch.outcomes import outcome_of, weighted_value
+from strategies.torch.replicas.attributes import Attributes
+from strategies.torch.replicas.buffers import ModelBuffers
+from strategies.torch.replicas.generators import Baton, kept_generators
+from strategies.torch.replicas.guard import Guard, WriteMarks, refuse_difference, repeats_bits
+from strategies.torch.replicas.state import ReplicaState
 from strategies.torch.replicas.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import parts_of, tensors_of
 from strategies.typing import Batch
 
 LossOfBatch = Callable[[Batch], torch.Tensor | Outcome]
 """(rows of one replica) -> loss, or `Outcome` with the loss and its weight."""
-
-
-@dataclass(frozen=True)
-class _Beginning:
-    """The gradients, buffers and declared frozen parameters with which every replica begins.
-
-    Attributes:
-        gradients: The `grad` of each parameter.
-        slots: The slots that a pass may change, with their values.
-        own: The values of slots that each replica keeps for itself, by name.
-    """
-
-    gradients: Mapping[torch.nn.Parameter, torch.Tensor | None]
-    slots: Sequence[tuple[Slot, torch.Tensor]]
-    own: Mapping[str, torch.Tensor]
 
 
 class ReplicaTurns:
@@ -48,11 +36,20 @@ class ReplicaTurns:
         module: The module.
         replicas: The replicas of all instances.
         averaging: The averaging of the module's gradients.
+
+    Attributes:
+        attributes: The attributes of the module, of which each replica has its own.
+        repeats: Whether the first replica computes again in steps 1, 2, 4, 8 and so on, to compare.
     """
 
     def __init__(self, module: torch.nn.Module, replicas: Replicas, averaging: GradientAveraging) -> None:
         self._module, self._replicas, self._averaging = module, replicas, averaging
         self._has_warned = False
+        self.attributes, self.repeats = Attributes(module), True
+        self._guard = Guard(module)
+        self._state: ReplicaState | None = None
+        self._key: object = None
+        self._first_step = 0
 
     def backward(self, loss_fn: LossOfBatch, batch: Batch, micro_batches: int) -> torch.Tensor:
         """Let every local replica compute, and average the gradients; see `DistributedModel.backward`. Collective."""
@@ -60,21 +57,20 @@ class ReplicaTurns:
         batch = replicas.up_to_date(batch)
         self._refuse_passes_before()
         self._warn(batch)
-        known = self._averaging.parts.known
-        begin = self._beginning() if replicas.can_carry_on or len(replicas.local_replicas) > 1 else None
+        averaging = self._averaging
+        known = averaging.parts.known
+        begin = {one: _copy(one.grad) for one in self._module.parameters()}
 
         def attempt() -> LoopMeans:
-            self._averaging.connect(known)
+            averaging.connect(known)
             self._refuse_sync_layers()
             replicas.dealing.refuse_others(batch)
             local = replicas.local_replicas
             parts = parts_of(tensors_of(batch), len(local) * micro_batches)
             losses = [partial(loss_fn, part) for part in parts]
+            columns = [losses[place * micro_batches :][:micro_batches] for place in range(len(local))]
             with replicas.instruments.during[FORWARD_BACKWARD]:
-                turns = [
-                    self._turn(replica, losses[place * micro_batches :][:micro_batches], begin)
-                    for place, replica in enumerate(local)
-                ]
+                turns = self._turns(columns, begin)
             with replicas.instruments.during[EXCHANGE]:
                 return self._averaged(turns)
 
@@ -93,38 +89,100 @@ class ReplicaTurns:
 
     # ---- one replica after another
 
-    def _beginning(self) -> _Beginning:
-        """Return copies of all that a pass changes, so that every replica, and a repetition, begins alike."""
-        parameters, buffers = self._module.parameters(), self._averaging.parts.buffers
-        buffers.follow_shown()
-        written = buffers.written
-        slots = [slot for slot in slots_of(self._module) if not slot.is_parameter or slot.name in written]
-        kept = [(slot, slot.tensor.detach().clone()) for slot in slots]
-        own = {buffers.slots[number].name: one.clone() for number, one in buffers.own.items()}
-        return _Beginning({one: _copy(one.grad) for one in parameters}, kept, own)
+    def _turns(
+        self, losses: Sequence[Sequence[Callable[[], object]]], begin: Mapping[torch.nn.Parameter, torch.Tensor | None]
+    ) -> list[Turn]:
+        """Let the local replicas compute, each with the gradients of the beginning."""
+        averaging, local, step = self._averaging, self._replicas.local_replicas, self._averaging.loop.step
+        state, device = self._state_for(averaging.parts.buffers), averaging.parts.device
+        number = step - self._first_step + 1
+        is_repeated = not number & (number - 1) and self._can_repeat(device)
+        turns = []
+        with kept_generators(device), state.of_step(step, local, number == 1), self._guard.watching(is_repeated):
+            marks = None if averaging.is_alone else WriteMarks(self._shared(state), is_repeated)
+            for replica, of_replica in zip(local, losses, strict=True):
+                turns.append(self._turn(state, replica, of_replica, begin))
+                if is_repeated and len(turns) == 1:
+                    self._guard.keep(turns[0], self._gradients(turns[0]), self._names)
+            if is_repeated:
+                self._repeat(state, losses[0], begin)
+            if marks is not None:
+                marks.refuse()
+        if is_repeated:
+            refuse_difference(self._replicas, self._guard.found, step)
+        return turns
 
-    def _turn(self, replica: int, losses: Sequence[Callable[[], object]], begin: _Beginning | None) -> Turn:
+    def _state_for(self, buffers: ModelBuffers) -> ReplicaState:
+        """Return the state that replicas change. If other instances or parts are there, it is not known what."""
+        key = self._replicas.communicator, self._replicas.local_replicas
+        if self._state is None or self._key != key or self._averaging.parts.is_behind:
+            self._key, self._first_step = key, self._averaging.loop.step
+            self._state = ReplicaState(buffers, self.attributes)
+        return self._state
+
+    def _can_repeat(self, device: torch.device) -> bool:
+        return self.repeats and not self._averaging.is_alone and repeats_bits(device)
+
+    def _shared(self, state: ReplicaState) -> list[tuple[str, torch.Tensor]]:
+        kept = state.kept_names
+        return [(name, one) for name, one in self._averaging.parts.watch.named if name not in kept]
+
+    @property
+    def _names(self) -> list[str]:
+        return [name for name, one in self._averaging.parts.watch.named if one.requires_grad]
+
+    def _gradients(self, turn: Turn) -> list[torch.Tensor | None]:
+        return [turn.gradients.get(id(one)) for _, one in self._averaging.parts.watch.named if one.requires_grad]
+
+    def _repeat(
+        self,
+        state: ReplicaState,
+        losses: Sequence[Callable[[], object]],
+        begin: Mapping[torch.nn.Parameter, torch.Tensor | None],
+    ) -> None:
+        first, after = self._replicas.local_replicas.start, state.attributes.view()
+        state.attributes.put(state.view_before)
+
+        def again() -> tuple[Turn, Sequence[torch.Tensor | None]]:
+            turn = self._turn(state, first, losses, begin)
+            return turn, self._gradients(turn)
+
+        try:
+            self._guard.compare(first, again, self._names)
+        finally:
+            state.attributes.put(after)
+
+    def _turn(
+        self,
+        state: ReplicaState,
+        replica: int,
+        losses: Sequence[Callable[[], object]],
+        begin: Mapping[torch.nn.Parameter, torch.Tensor | None],
+    ) -> Turn:
         averaging = self._averaging
-        if begin is not None:
-            self._begin(replica, begin)
-        with averaging.loop.turn(replica), torch.enable_grad():
-            total = sum(map(self._backward, losses))
-            came, weight = frozenset(averaging.loop.carried), averaging.loop.weights.total
-        if not averaging.is_alone:
-            averaging.parts.refuse_gradients_that_are_gone(came)
-        parameters = averaging.parameters
-        gradients = {id(one): one.grad for one in parameters}
-        slots: Mapping[str, Slot] = {}
-        if begin is not None:
-            averaging.parts.refuse_new_parts()
-            self._refuse_writes()
-            for one in parameters:
-                one.grad = None
-            slots = {slot.name: slot.copied() for slot, _ in begin.slots}
-        return Turn(total, gradients, came, slots, weight)
+        parts, loop = averaging.parts, averaging.loop
+        for parameter, gradient in begin.items():
+            parameter.grad = _copy(gradient)
+        with Baton(parts.device), self._guard.of_turn(), state.of(replica), loop.turn(replica), torch.enable_grad():
+            of_losses, total = [], 0.0
+            for number, loss in enumerate(losses):
+                loop.seed_micro_batch(number, parts.device)
+                value, weighted = self._backward(loss)
+                of_losses.append(value)
+                total += weighted
+            came, weight = frozenset(loop.carried), loop.weights.total
+            if not averaging.is_alone:
+                parts.refuse_gradients_that_are_gone(came)
+                parts.refuse_new_parts()
+            gradients = {id(one): one.grad for one in averaging.parameters}
+            changes = state.changes(replica, parts.buffers.moving, self._replicas.num_replicas_in_sync)
+            slots = state.slots(changes)
+        for parameter in begin:
+            parameter.grad = None
+        return Turn(total, gradients, came, slots, changes, of_losses, weight)
 
-    def _backward(self, compute: Callable[[], object]) -> float:
-        """Make a backward pass, and return its loss, times its weight if it has one."""
+    def _backward(self, compute: Callable[[], object]) -> tuple[torch.Tensor, float]:
+        """Make a backward pass, and return its loss, and the same times its weight if it has one."""
         outcome = outcome_of(compute)
         loss, weight = outcome.loss, outcome.weight
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -136,19 +194,7 @@ class ReplicaTurns:
             loss.backward()
         else:
             self._averaging.weighted_backward(loss, weight)
-        return weighted_value(float(loss.detach()), weight)
-
-    def _begin(self, replica: int, begin: _Beginning) -> None:
-        """Give a replica the gradients and buffers with which it begins."""
-        buffers = self._averaging.parts.buffers
-        for parameter, gradient in begin.gradients.items():
-            parameter.grad = _copy(gradient)
-        with torch.no_grad():
-            for number, one in buffers.own.items():
-                one.copy_(begin.own.get(buffers.slots[number].name, one))
-            for slot, value in begin.slots:
-                own = begin.own.get(slot.name)
-                slot.put(value if own is None else own[replica])
+        return loss.detach(), weighted_value(float(loss.detach()), weight)
 
     def _averaged(self, turns: Sequence[Turn]) -> LoopMeans:
         """Average the results of all turns. Afterwards the module has the means."""
@@ -156,14 +202,17 @@ class ReplicaTurns:
         means = averaging.average(turns)
         for parameter in averaging.parameters:
             parameter.grad = turns[0].gradients.get(id(parameter))
+        for (_, parameter), mean in zip(averaging.parts.named if means.gradients else (), means.gradients, strict=True):
+            parameter.grad = parameter.grad if mean is None else mean
         averaging.loop.next_step()
         return means.kept() if self._replicas.can_carry_on else means
 
-    def _taken_over(self, means: LoopMeans, begin: _Beginning | None) -> LoopMeans:
+    def _taken_over(
+        self, means: LoopMeans, begin: Mapping[torch.nn.Parameter, torch.Tensor | None]
+    ) -> LoopMeans:
         """Put the means of a step that the others have completed into the module."""
         averaging = self._averaging
-        assert begin is not None
-        for parameter, gradient in begin.gradients.items():
+        for parameter, gradient in begin.items():
             parameter.grad = gradient
         for (_, parameter), gradient in zip(averaging.parts.named, means.gradients, strict=True):
             if gradient is not None:
@@ -188,14 +237,6 @@ class ReplicaTurns:
             raise StrategyError(
                 f"SyncBatchNorm {next(iter(layers))!r} needs all replicas at the same time, but the {local} replicas "
                 "of this instance compute one after another; use BatchNorm, or strategies.torch.Trainer"
-            )
-
-    def _refuse_writes(self) -> None:
-        averaging = self._averaging
-        if unknown := sorted(averaging.parts.changes.writes.frozen - averaging.parts.buffers.written):
-            raise StrategyError(
-                f"{unknown[0]} is a frozen parameter that forward passes write, and every replica of this instance "
-                f"must begin with the same value; declare it: model_state_aggregation={ {unknown[0]: 'mean'} }"
             )
 
     def _warn(self, batch: Batch) -> None:

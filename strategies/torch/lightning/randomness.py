@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from strategies.data.randomness import drawing_alike, seed_python_and_numpy
-from strategies.torch.replicas.generators import drawing_from
+from strategies.data.randomness import seed_python_and_numpy
+from strategies.torch.replicas.generators import Baton, kept_generators, seed_generators
 
 
 def seed_all(seed: int) -> None:
@@ -18,7 +18,8 @@ def seed_all(seed: int) -> None:
 
 
 @contextmanager
-def drawing_all_from(seed: int, device: torch.device, replica: int | None = None) -> Iterator[None]:
-    """Let the code inside draw from generators with this seed, on the CPU and on the device; see `drawing_from`."""
-    with drawing_alike(seed), drawing_from(seed, device, replica):
+def drawing_all_from(seed: int, device: torch.device) -> Iterator[None]:
+    """Let the code inside draw from generators with this seed, on the CPU and on the device."""
+    with kept_generators(device), Baton(device):
+        seed_generators(seed, device)
         yield

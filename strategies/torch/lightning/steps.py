@@ -9,18 +9,18 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins import MixedPrecision, Precision
 from pytorch_lightning.strategies.strategy import _ForwardRedirection
+from torchmetrics import Metric
 
-from strategies.data.randomness import drawing_alike
 from strategies.errors import StrategyError
 from strategies.outcome import Outcome
 from strategies.strategy import Strategy
 from strategies.torch.distributed_model import DistributedModel
-from strategies.torch.lightning.attribute_states import AttributeStates
 from strategies.torch.lightning.metric_states import MetricStates
 from strategies.torch.lightning.randomness import drawing_all_from
 from strategies.torch.lightning.replica_batches import ReplicaBatches
 from strategies.torch.lightning.step_logs import StepLogs
 from strategies.torch.outcomes import number_of, one_of, states_to
+from strategies.torch.replicas.attributes import Attributes
 from strategies.torch.replicas.generators import seed_of
 from strategies.typing import Batch, Tree
 
@@ -62,7 +62,7 @@ class ReplicaSteps:
         self.steps_before = steps_made
         self._means: Sequence[torch.Tensor | None] = ()
         self._metrics: MetricStates | None = None
-        self._attributes: AttributeStates | None = None
+        self._attributes: Attributes | None = None
         self.is_running = False
 
     @property
@@ -85,6 +85,7 @@ class ReplicaSteps:
         made = self.steps_made
         self._model = DistributedModel(self._module, self._strategy, seed=self._seed, **options)
         self._model.steps_made = made
+        self._model.compute_with(self._attributes_of_replicas, repeats=False)  # a step logs, and updates metrics
 
     def disconnect(self) -> None:
         """Free the memory of a training."""
@@ -94,12 +95,25 @@ class ReplicaSteps:
             self._metrics.disconnect()
         self._metrics = self._attributes = None
 
+    @property
+    def _attributes_of_replicas(self) -> Attributes:
+        if self._attributes is None:
+            self._attributes = Attributes(self._module, (*vars(pl.LightningModule()), "forward"), (Metric,))
+        return self._attributes
+
+    @contextmanager
+    def _logging(self, replica: int, rows: Batch, logs: StepLogs) -> Iterator[None]:
+        """Let the module log values, and update states of metrics, for a replica."""
+        if self._metrics is None:
+            self._metrics = MetricStates(self._module, self._strategy)
+        with logs.of(replica, rows), self._metrics.of(replica):
+            yield
+
     @contextmanager
     def _turn(self, replica: int, rows: Batch, logs: StepLogs) -> Iterator[None]:
-        """Let the module be that of a replica: values that it logs, states of its metrics, and its attributes."""
-        if self._metrics is None or self._attributes is None:
-            self._metrics, self._attributes = MetricStates(self._module, self._strategy), AttributeStates(self._module)
-        with logs.of(replica, rows), self._metrics.of(replica), self._attributes.of(replica):
+        """Let the module be that of a replica outside of a backward pass: also its attributes and random numbers."""
+        attributes = self._attributes_of_replicas
+        with self._logging(replica, rows, logs), self._drawing(replica, _STEP), attributes.of(replica):
             yield
 
     # ---- random numbers
@@ -115,7 +129,7 @@ class ReplicaSteps:
 
     def _drawing(self, replica: int, purpose: int) -> AbstractContextManager[None]:
         place = _OUTSIDE + (self._batches << 2) + purpose
-        return drawing_all_from(seed_of(self._seed, replica, self.steps_made, place), self._device, replica)
+        return drawing_all_from(seed_of(self._seed, replica, self.steps_made, place), self._device)
 
     def mapped(self, function: Callable[[Batch], Batch], batch: ReplicaBatches) -> ReplicaBatches:
         """Map the batch of each replica with a function that draws the replica's random numbers."""
@@ -150,13 +164,8 @@ class ReplicaSteps:
 
         def loss_of(place: torch.Tensor) -> Outcome:
             replica, stated = model.replica, list[object]()
-            rows, seed = batch[replica], seed_of(self._seed, replica, model.steps_made)
-            with (
-                self._turn(replica, rows, logs),
-                self._precision.train_step_context(),
-                drawing_alike(seed),
-                states_to(stated),
-            ):
+            rows = batch[replica]
+            with self._logging(replica, rows, logs), self._precision.train_step_context(), states_to(stated):
                 output = self._redirected(model, self._module, "training_step", rows, *others, **named)
             outputs[replica] = output
             weight = one_of(stated, "call strategies.torch.loss_weight once in training_step")
@@ -177,7 +186,8 @@ class ReplicaSteps:
         """Run `training_step` for the only replica of the job. It calls the optimizers by itself."""
         [(replica, rows)] = batch.items()
         logs = StepLogs(self._module, self._strategy, is_training=True)
-        with self._turn(replica, rows, logs), self._precision.train_step_context(), self._drawing(replica, _STEP):
+        self._attributes_of_replicas.begin([replica])
+        with self._turn(replica, rows, logs), self._precision.train_step_context():
             output = self._module.training_step(rows, *others, **named)
         self.steps_made += 1
         logs.share(is_whole=True)
@@ -244,10 +254,11 @@ class ReplicaSteps:
         """
         logs, outputs = StepLogs(self._module, self._strategy, is_training=False), []
         step, buffers = getattr(self._module, method), _saved_buffers(self._module)
+        self._attributes_of_replicas.begin(self._strategy.local_replicas)
         self.is_running = True
         try:
             for replica, rows in batch.items():
-                with context(), self._turn(replica, rows, logs), self._drawing(replica, _STEP):
+                with context(), self._turn(replica, rows, logs):
                     outputs.append(step(rows, *others, **named))
         finally:
             self.is_running = False

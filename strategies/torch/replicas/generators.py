@@ -72,6 +72,15 @@ def lay_all(states: AllStates) -> None:
         _accelerator(states.device).set_rng_state(states.there, states.device)
 
 
+def are_equal(one: AllStates, other: AllStates) -> bool:
+    """Return whether generators with these states would draw the same numbers."""
+    here, there = one.here, other.here
+    if here.of_python != there.of_python or str(here.of_numpy.state) != str(there.of_numpy.state):
+        return False
+    tensors = zip((here.of_torch, one.there), (there.of_torch, other.there), strict=True)
+    return all(mine is None or torch.equal(mine, its) for mine, its in tensors)
+
+
 def _accelerator(device: torch.device) -> Any:
     """Return a module like `torch.cuda`, with one generator for each device."""
     return torch.get_device_module(device)
@@ -155,6 +164,11 @@ class _Process:
 
 _process = _Process()
 _mine = ThreadValue[Baton | None](None)
+
+
+def has_baton() -> bool:
+    """Return whether this thread computes in a replica's turn, which has seeded the generators."""
+    return _mine.now is not None
 
 
 def lent_baton() -> AbstractContextManager[None]:

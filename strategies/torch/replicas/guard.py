@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from strategies.core.agreement import broadcast_text
 from strategies.core.digest import Digest
+from strategies.core.members import Members
 from strategies.errors import StrategyError
 from strategies.jax.comparing.digest import digest_of
 from strategies.torch.replicas.left_gradients import LeftGradients
@@ -170,6 +173,25 @@ class Guard:
 
     def _find(self, text: str) -> None:
         self.found = self.found or text
+
+
+def repeats_bits(device: torch.device) -> bool:
+    """Return whether a repeated computation has the same bits on a device."""
+    return device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+
+
+def refuse_difference(members: Members, found: str, step: int) -> None:
+    """Raise on all instances what the guard of one of them has found. Collective.
+
+    Raises:
+        StrategyError: If one has found something.
+    """
+    communicator = members.communicator
+    finders = communicator.all_gather(np.array(bool(found)), name="the comparison of a turn with its repetition")
+    if finders.any():
+        root = int(np.flatnonzero(finders)[0])
+        text = broadcast_text(communicator, found, root, "what has differed in a repeated turn")
+        raise StrategyError(f"in step {step} {text}")
 
 
 def _called(network: torch.nn.Module, _: object) -> None:

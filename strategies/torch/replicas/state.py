@@ -46,7 +46,6 @@ class ReplicaState:
     """The state that local replicas change, and that is put back before each of them.
 
     Args:
-        module: The module.
         buffers: The buffers and frozen parameters on which replicas agree after a step.
         attributes: The attributes of the module.
 
@@ -56,9 +55,8 @@ class ReplicaState:
         written: The names of the frozen parameters that replicas have written.
     """
 
-    def __init__(self, module: torch.nn.Module, buffers: ModelBuffers, attributes: Attributes) -> None:
+    def __init__(self, buffers: ModelBuffers, attributes: Attributes) -> None:
         self.buffers, self.attributes = buffers, attributes
-        self._module = module
         self._kept: dict[int, _Kept] = {}  # by the number of the slot
         self._slots: Sequence[Slot] = ()
         self._own: Mapping[int, torch.Tensor] = {}

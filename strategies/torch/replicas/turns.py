@@ -171,7 +171,7 @@ class LocalTurns:
         self._of_all, self._instances = replicas.num_replicas_in_sync, instances
         self._instruments = replicas.instruments
         self._streams = options.streams_over(replicas) and not instances
-        self._state = ReplicaState(self._module, training.buffers, Attributes(self._module))
+        self._state = ReplicaState(training.buffers, Attributes(self._module))
         self._rows = [ReplicaRows(training, replica, self._of_all) for replica in self.replicas]
         meets, is_on_host = bool(sync_layers_of(self._module)), self._memory.is_on_host
         self._meetings: ReplicaMeetings | None = None
