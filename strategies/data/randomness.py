@@ -18,7 +18,8 @@ from strategies.typing import Data, Element
 _WORD = 2**32  # NumPy's global generator takes seeds of 32 bits
 _IN_BETWEEN = np.random.PCG64(0)
 _unused: list[np.random.MT19937] = []
-_swapping = threading.Lock()
+drawing = threading.RLock()
+"""Held by a thread while it draws from global generators that it has seeded."""
 
 
 class _State(Protocol):
@@ -63,7 +64,7 @@ def lifted() -> GeneratorStates:
     To swap NumPy's generator of bits takes 5 us, and to copy its state twice 160 us.
     """
     torch = _generator_of_torch()
-    with _swapping:
+    with drawing:
         of_numpy = np.random.get_bit_generator()
         np.random.set_bit_generator(_IN_BETWEEN)
         normal = np.random.get_state(legacy=False)  # noqa: NPY002 - a small state, because the bits are elsewhere
@@ -74,7 +75,7 @@ def lifted() -> GeneratorStates:
 def lay(states: GeneratorStates) -> None:
     """Give the global generators the states that `lifted` has taken away."""
     random.setstate(states.of_python)
-    with _swapping:
+    with drawing:
         if isinstance(now := np.random.get_bit_generator(), np.random.MT19937):
             _unused.append(now)
         np.random.set_bit_generator(_IN_BETWEEN)
@@ -88,11 +89,12 @@ def lay(states: GeneratorStates) -> None:
 @contextmanager
 def kept_generators() -> Iterator[None]:
     """Restore the states of the global generators afterwards, that of PyTorch on the CPU too."""
-    states = lifted()
-    try:
-        yield
-    finally:
-        lay(states)
+    with drawing:
+        states = lifted()
+        try:
+            yield
+        finally:
+            lay(states)
 
 
 def seed_from(*numbers: int) -> int:

@@ -17,7 +17,7 @@ from strategies.torch.loop_agreement import LoopAgreement
 from strategies.torch.loop_buffers import LoopBuffers
 from strategies.torch.loop_exchange import HostLoopExchange, LoopExchange
 from strategies.torch.replicas.buffers import ModelBuffers
-from strategies.torch.replicas.module_parts import ModuleWatch
+from strategies.torch.replicas.module_parts import ModuleWatch, Slot
 from strategies.torch.on_device.device_loop_exchange import DeviceLoopExchange
 from strategies.torch.on_device.paths import path_of_loops
 from strategies.torch.options import TorchOptions
@@ -48,6 +48,7 @@ class AveragedParts:
         number: The number of the model among those that share a communicator; 0: not known yet.
         named: The parameters of the plan, with their names.
         numbers: The places in the plan, by the ids of parameters.
+        slots: The buffers and frozen parameters of the plan.
         known: The ids of the parameters that have the same values on all instances.
         exchange: The exchange of the gradients; None before the first plan.
         is_behind: Whether the module has changed, so that a new plan is needed.
@@ -67,6 +68,7 @@ class AveragedParts:
         self.number = 0
         self.named: list[tuple[str, torch.nn.Parameter]] = []
         self.numbers: dict[int, int] = {}
+        self.slots: Sequence[Slot] = ()
         self.known: set[int] = set()
         self.exchange: LoopExchange | None = None
         self.is_behind = self.leaves_early = False
@@ -140,6 +142,7 @@ class AveragedParts:
         self.local.follow(self.named)
         self.is_behind = False
         self.agreement.have_same_bits()
+        self.slots = self.buffers.slots
         self.exchange = self._exchange_of(tuple(Parameter.of(*one) for one in self.named))
         self.leaves_early = self.exchange.plan.is_cut and self._replicas.num_replicas_in_sync > 1
 

@@ -408,7 +408,7 @@ class GradientAveraging:
         while (tail := self._exchanged(turns)).metrics[1]:
             self._plan_anew()
         of_each = [turn.of(self.parts.named) for turn in turns]
-        slots = [turn.slots for turn in turns]
+        slots = [[slot for slot, _ in turn.in_order(self.parts.buffers.slots)] for turn in turns]
         tail, values = self._apply(tail, of_each, slots, weights)
         return LoopMeans(quotient(float(tail.metrics[2]), tail.weight), of_each[0], values, tail.weight)
 
@@ -422,7 +422,13 @@ class GradientAveraging:
         for bucket in range(len(exchange.plan.members) - 1):
             exchange.reduce(bucket)
         told = [
-            self._told(turn.of(self.parts.named), turn.changes, loss=turn.loss, weight=turn.weight) for turn in turns
+            self._told(
+                turn.of(self.parts.named),
+                [changed for _, changed in turn.in_order(self.parts.slots)],
+                loss=turn.loss,
+                weight=turn.weight,
+            )
+            for turn in turns
         ]
         return exchange.finish(told)
 

@@ -12,7 +12,6 @@ import torch
 from collectives import Communicator
 from strategies.errors import SpareError
 from strategies.torch.replicas.module_parts import Slot
-from strategies.torch.replicas.state import Changes
 from strategies.torch.pass_weights import Named
 from strategies.torch.replica_memory import HOST
 from strategies.torch.tensors import as_array
@@ -26,8 +25,7 @@ class Turn:
         loss: The loss; the sum of the weighted losses if they have weights.
         gradients: The `grad` of each parameter, by the parameter's id.
         came: The ids of the parameters to which this pass has added gradients.
-        slots: The buffers and frozen parameters after the pass, in the order of the module's slots.
-        changes: Which of them the pass has changed.
+        named_slots: The buffers and frozen parameters after the pass, by name, and whether the pass has changed them.
         losses: The loss of each micro-batch, without its weight.
         weight: The sum of the weights of the losses; None if they have no weights.
     """
@@ -35,10 +33,18 @@ class Turn:
     loss: float
     gradients: Mapping[int, torch.Tensor | None]
     came: frozenset[int]
-    slots: Sequence[Slot]
-    changes: Changes
+    named_slots: Mapping[str, tuple[Slot, float]]
     losses: Sequence[torch.Tensor]
     weight: float | None = None
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The buffers and frozen parameters after the pass."""
+        return [slot for slot, _ in self.named_slots.values()]
+
+    def in_order(self, slots: Sequence[Slot]) -> list[tuple[Slot, float]]:
+        """Return them in the order of the module's slots; one that is new stands for itself, as a changed one."""
+        return [self.named_slots.get(slot.name, (slot, 1.0)) for slot in slots]
 
     def of(self, named: Named) -> list[torch.Tensor | None]:
         """Return the gradients of these parameters, None for parameters without one."""

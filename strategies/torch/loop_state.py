@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import NoReturn
 
@@ -20,10 +20,9 @@ from strategies.torch.outcomes import weighted_value
 from strategies.torch.pass_weights import PassWeights, has_gradient
 from strategies.torch.replicas.generators import (
     AllStates,
-    Baton,
     are_equal,
+    drawing_from,
     has_baton,
-    kept_generators,
     lay_all,
     lift_all,
     seed_generators,
@@ -151,21 +150,13 @@ class LoopState:
         In a turn, which has seeded the generators already, they go on afterwards as if the pass had drawn nothing.
         """
         after: list[AllStates] = []
-        with ExitStack() as stack:
-            before = lift_all(device) if has_baton() else None
-            if before is None:
-                stack.enter_context(kept_generators(device))
-                stack.enter_context(Baton(device))
-            if states is None:
-                seed_generators(seed_of(self._seed, self.replica, self.step, self._micro_batch), device)
-            else:
+        with drawing_from(seed_of(self._seed, self.replica, self.step, self._micro_batch), device):
+            if states is not None:
                 lay_all(states)
             try:
                 yield after
             finally:
                 after.append(lift_all(device))
-                if before is not None:
-                    lay_all(before)
 
     @contextmanager
     def _again(self, is_training: bool, device: torch.device) -> Iterator[None]:

@@ -13,11 +13,11 @@ from strategies.core.survival import lost_with_an_instance, meet, surviving, war
 from strategies.errors import StrategyError
 from strategies.jax.replicas.replicas import Replicas
 from strategies.outcome import Outcome
+from strategies.torch.averaged_parts import AveragedParts
 from strategies.torch.gradient_averaging import GradientAveraging
 from strategies.torch.loop_means import LoopMeans, Turn, refuse_spares
 from strategies.torch.outcomes import outcome_of, weighted_value
 from strategies.torch.replicas.attributes import Attributes
-from strategies.torch.replicas.buffers import ModelBuffers
 from strategies.torch.replicas.generators import Baton, kept_generators
 from strategies.torch.replicas.guard import Guard, WriteMarks, refuse_difference, repeats_bits
 from strategies.torch.replicas.state import ReplicaState
@@ -50,6 +50,7 @@ class ReplicaTurns:
         self._state: ReplicaState | None = None
         self._key: object = None
         self._first_step = 0
+        self._is_repetition = False
 
     def backward(self, loss_fn: LossOfBatch, batch: Batch, micro_batches: int) -> torch.Tensor:
         """Let every local replica compute, and average the gradients; see `DistributedModel.backward`. Collective."""
@@ -60,6 +61,7 @@ class ReplicaTurns:
         averaging = self._averaging
         known = averaging.parts.known
         begin = {one: _copy(one.grad) for one in self._module.parameters()}
+        self._is_repetition = False
 
         def attempt() -> LoopMeans:
             averaging.connect(known)
@@ -94,11 +96,14 @@ class ReplicaTurns:
     ) -> list[Turn]:
         """Let the local replicas compute, each with the gradients of the beginning."""
         averaging, local, step = self._averaging, self._replicas.local_replicas, self._averaging.loop.step
-        state, device = self._state_for(averaging.parts.buffers), averaging.parts.device
+        averaging.follow()
+        state, device = self._state_for(averaging.parts), averaging.parts.device
         number = step - self._first_step + 1
         is_repeated = not number & (number - 1) and self._can_repeat(device)
         turns = []
-        with kept_generators(device), state.of_step(step, local, number == 1), self._guard.watching(is_repeated):
+        of_step = state.of_step(step, local, number == 1, self._is_repetition)
+        self._is_repetition = True
+        with kept_generators(device), of_step, self._guard.watching(is_repeated):
             marks = None if averaging.is_alone else WriteMarks(self._shared(state), is_repeated)
             for replica, of_replica in zip(local, losses, strict=True):
                 turns.append(self._turn(state, replica, of_replica, begin))
@@ -112,12 +117,16 @@ class ReplicaTurns:
             refuse_difference(self._replicas, self._guard.found, step)
         return turns
 
-    def _state_for(self, buffers: ModelBuffers) -> ReplicaState:
+    def _state_for(self, parts: AveragedParts) -> ReplicaState:
         """Return the state that replicas change. If other instances or parts are there, it is not known what."""
+        if parts.is_behind:
+            parts.changes.follow()
+            self.attributes.follow()
         key = self._replicas.communicator, self._replicas.local_replicas
-        if self._state is None or self._key != key or self._averaging.parts.is_behind:
+        if self._key != key or parts.is_behind:
             self._key, self._first_step = key, self._averaging.loop.step
-            self._state = ReplicaState(buffers, self.attributes)
+        if self._state is None or self._state.buffers is not parts.buffers:
+            self._state = ReplicaState(parts.buffers, self.attributes)
         return self._state
 
     def _can_repeat(self, device: torch.device) -> bool:
@@ -176,10 +185,12 @@ class ReplicaTurns:
                 parts.refuse_new_parts()
             gradients = {id(one): one.grad for one in averaging.parameters}
             changes = state.changes(replica, parts.buffers.moving, self._replicas.num_replicas_in_sync)
-            slots = state.slots(changes)
+            slots = {
+                slot.name: (slot, float(changed)) for slot, changed in zip(state.slots(changes), changes, strict=True)
+            }
         for parameter in begin:
             parameter.grad = None
-        return Turn(total, gradients, came, slots, changes, of_losses, weight)
+        return Turn(total, gradients, came, slots, of_losses, weight)
 
     def _backward(self, compute: Callable[[], object]) -> tuple[torch.Tensor, float]:
         """Make a backward pass, and return its loss, and the same times its weight if it has one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import TypeVar
 
@@ -82,6 +82,19 @@ def real_view(tensor: _Optional) -> _Optional:
     if tensor is None or not tensor.is_complex():
         return tensor
     return torch.view_as_real(tensor.resolve_conj())
+
+
+def kept_apart(tree: Tree, others: Iterable[torch.Tensor]) -> Tree:
+    """Return a tree with tensors without history, and with copies of those that share memory with other tensors."""
+    memory = {one.untyped_storage().data_ptr() for one in others}
+
+    def apart(leaf: object) -> object:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        shares = leaf.layout is torch.strided and leaf.untyped_storage().data_ptr() in memory
+        return leaf.detach().clone() if shares else leaf.detach()
+
+    return trees.map(apart, tree)
 
 
 def tensors_of(batch: Batch) -> Batch:

@@ -19,7 +19,7 @@ from strategies.data.iterators import prefetched
 from strategies.data.layout import Layout, epoch_order
 from strategies.errors import StrategyError
 from strategies.torch.distributed_data import RowOfEpoch, SeededRows
-from strategies.torch.replicas.generators import kept_generators, seed_generators, seed_of
+from strategies.torch.replicas.generators import drawing_from, seed_of
 from strategies.torch.replica_memory import HOST
 from strategies.typing import Batch, Data, Element
 
@@ -255,8 +255,7 @@ class DataLoader:
     def _order_of(self, epoch: int) -> np.ndarray:
         if self._sampler is None:
             return epoch_order(len(self.dataset), self.options.seed, epoch, shuffle=self._shuffle)
-        with kept_generators(HOST):
-            seed_generators(seed_of(self.options.seed, 0, epoch, 0), HOST)  # the same numbers on all instances
+        with drawing_from(seed_of(self.options.seed, 0, epoch, 0), HOST):  # the same numbers on all instances
             return np.fromiter(map(int, self._sampler), np.int64)
 
     def terminate(self) -> None:

@@ -29,10 +29,9 @@ from strategies.data.layout import Position
 from strategies.errors import DisagreementError, StrategyError
 from strategies.strategy import Strategy
 from strategies.torch.distributed_data import DistributedSampler
-from strategies.torch.lightning.randomness import drawing_all_from, seed_all
 from strategies.torch.lightning.replica_batches import ReplicaBatches
 from strategies.torch.lightning.sampler_states import states_of, write_states
-from strategies.torch.replicas.generators import seed_of
+from strategies.torch.replicas.generators import drawing_from, seed_generators, seed_of
 from strategies.torch.tensors import parts_of
 from strategies.typing import Batch, Tree
 
@@ -164,7 +163,7 @@ class _Units(list[object]):
 
 
 def _received(seed: int, units: list[object]) -> list[object]:
-    seed_all(seed)
+    seed_generators(seed, _HOST)
     return units
 
 
@@ -325,7 +324,7 @@ class DealtLoader(ReplicaLoader):
         set_epoch = getattr(self._units, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
-        with drawing_all_from(seed_of(self._seed, _NOBODY, epoch, _OF_ORDER + number), _HOST):
+        with drawing_from(seed_of(self._seed, _NOBODY, epoch, _OF_ORDER + number), _HOST):
             order = list(self._units)
         if len(order) < self._deal.length:
             raise StrategyError(
@@ -360,7 +359,7 @@ class DealtLoader(ReplicaLoader):
         return iter(loader)
 
     def _next(self, iterator: Iterator[Batch], replica: int, begun: _Pass, step: int) -> Batch:
-        with drawing_all_from(self._seed_of(replica, begun, step), _HOST, replica):
+        with drawing_from(self._seed_of(replica, begun, step), _HOST):
             return next(iterator)
 
     def _seed_of(self, replica: int, begun: _Pass, step: int) -> int:

@@ -16,12 +16,11 @@ from strategies.outcome import Outcome
 from strategies.strategy import Strategy
 from strategies.torch.distributed_model import DistributedModel
 from strategies.torch.lightning.metric_states import MetricStates
-from strategies.torch.lightning.randomness import drawing_all_from
 from strategies.torch.lightning.replica_batches import ReplicaBatches
 from strategies.torch.lightning.step_logs import StepLogs
 from strategies.torch.outcomes import number_of, one_of, states_to
 from strategies.torch.replicas.attributes import Attributes
-from strategies.torch.replicas.generators import seed_of
+from strategies.torch.replicas.generators import drawing_from, seed_of
 from strategies.typing import Batch, Tree
 
 _OUTSIDE = 2**40  # the first micro-batch in the seeds of random numbers that are drawn outside of training steps
@@ -129,7 +128,7 @@ class ReplicaSteps:
 
     def _drawing(self, replica: int, purpose: int) -> AbstractContextManager[None]:
         place = _OUTSIDE + (self._batches << 2) + purpose
-        return drawing_all_from(seed_of(self._seed, replica, self.steps_made, place), self._device)
+        return drawing_from(seed_of(self._seed, replica, self.steps_made, place), self._device)
 
     def mapped(self, function: Callable[[Batch], Batch], batch: ReplicaBatches) -> ReplicaBatches:
         """Map the batch of each replica with a function that draws the replica's random numbers."""

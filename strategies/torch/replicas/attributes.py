@@ -140,7 +140,12 @@ class Attributes:
         self._name = type(module).__name__
         self._others = _OF_PYTORCH | frozenset(left_out)
         apart = *apart, torch.jit.ScriptModule
-        self._attributes = [vars(one) for one in module.modules() if not isinstance(one, apart)]
+        self._module, self._apart = module, apart
+        self.follow()
+
+    def follow(self) -> None:
+        """Find the submodules that the module has now."""
+        self._attributes = [vars(one) for one in self._module.modules() if not isinstance(one, self._apart)]
         self._assigned: dict[tuple[int, str], _Assigned] = {}  # by the module's number and the attribute's name
 
     # ---- all at once
@@ -162,6 +167,19 @@ class Attributes:
                 contents.put()
         if of_all:
             self._assigned = {key: replace(one, of=dict(one.of)) for key, one in view.assigned.items()}
+
+    def undo(self, before: AttributeView, after: AttributeView) -> None:
+        """Take back what replicas have assigned between two views, except where the program has assigned since."""
+        for number, (attributes, then, left) in enumerate(
+            zip(self._attributes, before.attributes, after.attributes, strict=True)
+        ):
+            for name in (then.keys() | left.keys()) - self._others:
+                if attributes.get(name, _MISSING) is left.get(name, _MISSING):
+                    _put(attributes, name, then.get(name, _MISSING))
+                    contents, own = before.contents.get((number, name)), after.contents.get((number, name))
+                    if contents is not None and own is not None and own.are_there:
+                        contents.put()
+        self._assigned = {key: replace(one, of=dict(one.of)) for key, one in before.assigned.items()}
 
     def _contents(self) -> Iterator[tuple[tuple[int, str], _Contents]]:
         for number, attributes in enumerate(self._attributes):

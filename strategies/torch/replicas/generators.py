@@ -6,15 +6,14 @@ global generator. They are seeded for each micro-batch. After the step they have
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from typing_extensions import override
 
-from strategies.data.randomness import GeneratorStates, lay, lifted, seed_from, seed_python_and_numpy
+from strategies.data.randomness import GeneratorStates, drawing, lay, lifted, seed_from, seed_python_and_numpy
 from strategies.torch.threads import ThreadValue
 
 _CPU = "cpu"
@@ -70,6 +69,19 @@ def lay_all(states: AllStates) -> None:
     lay(states.here)
     if states.there is not None:
         _accelerator(states.device).set_rng_state(states.there, states.device)
+
+
+@contextmanager
+def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
+    """Let the code inside draw from generators with this seed. Afterwards they go on as if it had drawn nothing."""
+    with ExitStack() as stack:
+        if has_baton():
+            stack.callback(lay_all, lift_all(device))
+        else:
+            stack.enter_context(kept_generators(device))
+            stack.enter_context(Baton(device))
+        seed_generators(seed, device)
+        yield
 
 
 def are_equal(one: AllStates, other: AllStates) -> bool:
@@ -133,15 +145,17 @@ class Baton(AbstractContextManager[None]):
         finally:
             self._take()
             if self._states is not None:
-                lay_all(self._states)
-                self._come_back()
+                with torch._C.DisableTorchFunction():
+                    lay_all(self._states)
+                    self._come_back()
                 self._states = None
 
     def _take(self) -> None:
         _process.lock.acquire()
         if (other := _process.computing) not in (None, self):
             assert other is not None
-            other._states, other._come_back = lift_all(other._device), other._leave()
+            with torch._C.DisableTorchFunction():  # a mode of this thread must not see what the other replica does
+                other._states, other._come_back = lift_all(other._device), other._leave()
         _process.computing = self
 
 
@@ -156,7 +170,7 @@ class _Process:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = drawing
         self.computing: Baton | None = None
         self.steps = 0
         self.of_program: AllStates | None = None

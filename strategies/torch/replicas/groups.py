@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -116,3 +118,49 @@ def part_of(parameter: torch.Tensor, row: GroupRow | None) -> torch.Tensor:
     """Return a replica's part of a parameter, in the parameter's memory."""
     whole = parameter.detach()
     return whole if row is None else whole[row.number]
+
+
+class ReplicaRows:
+    """The rows of grouped parameters that a replica has in place of the whole parameters.
+
+    Args:
+        module: The module.
+        replica: The global index of the replica.
+        replicas: The number of all replicas.
+
+    Attributes:
+        of_trained: The replica's rows, by the numbers of the trained parameters.
+    """
+
+    def __init__(self, module: torch.nn.Module, replica: int, replicas: int) -> None:
+        named = list(module.named_parameters())
+        found = [row_of(name, one, replica, replicas) for name, one in named]
+        pairs = list(zip(named, found, strict=True))
+        trained = enumerate(row for (_, one), row in pairs if one.requires_grad)
+        self.of_trained: dict[int, GroupRow] = {number: row for number, row in trained if row is not None}
+        self._rows = {id(one): row for (_, one), row in pairs if row is not None}
+        self._wholes: Mapping[int, torch.Tensor] = {id(one): one for _, one in named if id(one) in self._rows}
+        self._places = [
+            (inner, key, id(one))
+            for inner in (module.modules() if self._rows else ())
+            for key, one in inner._parameters.items()
+            if id(one) in self._rows
+        ]
+
+    @contextmanager
+    def put(self) -> Iterator[dict[int, torch.Tensor]]:
+        """Put the rows into the module, and yield them by the ids of the whole parameters."""
+        rows = {
+            number: torch.nn.Parameter(part_of(whole, self._rows[number]), whole.requires_grad)
+            for number, whole in self._wholes.items()
+        }
+        self.give(rows)
+        try:
+            yield rows
+        finally:
+            self.give(self._wholes)
+
+    def give(self, parameters: Mapping[int, torch.Tensor]) -> None:
+        """Put these parameters into the module, by the ids of the whole parameters."""
+        for inner, key, number in self._places:
+            setattr(inner, key, parameters[number])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.jit import optimized_execution
@@ -16,9 +16,11 @@ from strategies.torch.pipelines.stages import TorchPipeline
 from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.replicas.attributes import Attributes
 from strategies.torch.replicas.generators import Baton, kept_generators, seed_generators, seed_of
+from strategies.torch.replicas.groups import ReplicaRows
 from strategies.torch.replicas.guard import WriteMarks
 from strategies.torch.replicas.module_parts import Slot, slots_of
 from strategies.torch.replicas.sync_batch_norm import Seat
+from strategies.torch.tensors import kept_apart
 from strategies.torch.threads import intra_op_threads
 from strategies.typing import Batch, Tree
 
@@ -55,6 +57,7 @@ class InferenceTurns:
         self._replicas, self._of_all = replicas.local_replicas, replicas.num_replicas_in_sync
         self._instruments = replicas.instruments
         self._module, self._memory, self._call, self._seed = module, memory, call, seed
+        self._rows = [ReplicaRows(module, replica, self._of_all) for replica in self._replicas]
         self._seats = [Seat(replica, self._of_all, module, None) for replica in self._replicas]
         self._pipeline = pipeline
         self._run: PipelineRun | None = None
@@ -76,21 +79,27 @@ class InferenceTurns:
             self.close()
             self._rounds = len(rounds)
             self._run = PipelineRun(self._pipeline, len(rounds), 1, self._module, False, self._instruments)
-        slots = [slot for slot in slots_of(self._module) if not slot.is_parameter]
-        kept = [(slot, slot.tensor.detach().clone()) for slot in slots]
-        attributes = Attributes(self._module)
-        view = attributes.view()
+        slots = slots_of(self._module)
+        changed = {number for of_replica in own or () for number in of_replica}
+        kept = [
+            (slot, slot.tensor.detach().clone())
+            for number, slot in enumerate(slots)
+            if not slot.is_parameter or number in changed
+        ]
         marks = None if self._of_all == 1 else WriteMarks(list(self._module.named_parameters()), True)
         found: list[list[Tree]] = []
         self.written = []
         with kept_generators(self._memory.device), intra_op_threads(1), _evaluating(self._module):
+            attributes = Attributes(self._module)
+            view = attributes.view()
             for place, column in enumerate(zip(*rounds, strict=True)):
                 with Baton(self._memory.device):
                     try:
                         for slot, value in (own[place] if own else {}).items():
                             slots[slot].put(value)
                         before = [(slot.tensor, slot.tensor._version) for slot in slots]
-                        found.append(self._outputs(place, column, number))
+                        with self._rows[place].put():
+                            found.append(self._outputs(place, column, number))
                         self.written.append(dict(_written(slots, before)))
                     finally:
                         for one, value in kept:
@@ -112,12 +121,11 @@ class InferenceTurns:
                 seed_generators(seed, memory.device)
             with torch.no_grad(), seat.taken(micro_batch), optimized_execution(False):
                 rows = memory.put(batches[micro_batch])
-                if walk is None:
-                    found[micro_batch] = memory.fetched(self._call(self._module, rows))
-                    return
-                with walk.drawing(seed):
-                    found[micro_batch] = memory.fetched(self._call(self._module, rows))
-                walk.leave()
+                with nullcontext() if walk is None else walk.drawing(seed):
+                    outputs = memory.fetched(self._call(self._module, rows))
+                found[micro_batch] = kept_apart(outputs, self._module.buffers())
+                if walk is not None:
+                    walk.leave()
 
         if self._run is not None:
             self._run.each(work, replica)
@@ -152,5 +160,5 @@ def _written(
     slots: Sequence[Slot], before: Sequence[tuple[torch.Tensor, int]]
 ) -> Iterator[tuple[int, torch.Tensor]]:
     for number, (slot, (tensor, version)) in enumerate(zip(slots, before, strict=True)):
-        if slot.tensor is not tensor or tensor._version != version:
+        if not slot.is_parameter and (slot.tensor is not tensor or tensor._version != version):
             yield number, slot.tensor.detach().clone()

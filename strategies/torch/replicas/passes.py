@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch.jit import optimized_execution
 
-import strategies.trees as trees
 from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.errors import StrategyError
 from strategies.outcome import Outcome
@@ -24,7 +23,7 @@ from strategies.torch.pipelines.run import PipelineRun, Walk
 from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.replicas.generators import seed_generators, seed_of
 from strategies.torch.replicas.sync_batch_norm import Seat
-from strategies.torch.tensors import parts_of
+from strategies.torch.tensors import kept_apart, parts_of
 from strategies.typing import Batch, Number, Tree
 
 LossFunction = Callable[[torch.nn.Module, Batch], Tree]
@@ -114,7 +113,7 @@ class ReplicaPasses:
                     outcome = outcome_of(lambda: self._loss_fn(self._module, self._memory.put(parts[number])))
                 loss, weight = outcome.loss, outcome.weight
                 refuse_losses(loss)
-                outputs = trees.map(_detached, outcome.outputs)
+                outputs = None if outcome.outputs is None else kept_apart(outcome.outputs, self._module.buffers())
                 values, names = self._values_of(outcome), ("loss", *outcome.metrics)
                 found[number] = names, values, loss.detach(), weight, outputs
                 del outcome  # the history of metrics
@@ -139,10 +138,9 @@ class ReplicaPasses:
                     maps.enter_context(self._zeros.attached(pairs))
                 pipeline.each(work, seat.replica)
         names, values, losses, weights, outputs = zip(*(one for one in found if one is not None), strict=True)
-        total = list(values[0])
+        weight, total = _mean_of(weights), list(values[0])
         for more in values[1:]:
             total = [one + other for one, other in zip(total, more, strict=True)]
-        weight = _mean_of(weights)
         return PassesOfReplica(
             names[0] if weight is None else (*names[0], WEIGHT),
             [_divided(value, count) for value in total],
@@ -252,10 +250,6 @@ def _mean_of(weights: Sequence[float | None]) -> float | None:
             "for example"
         )
     return float(np.float32(sum(given) / len(given)))
-
-
-def _detached(leaf: object) -> object:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _number(name: str, value: Number) -> float:

@@ -61,7 +61,8 @@ class ReplicaState:
         self._slots: Sequence[Slot] = ()
         self._own: Mapping[int, torch.Tensor] = {}
         self._are_several = False
-        self._view: AttributeView | None = None
+        self._view: AttributeView | None = None  # at the beginning of the step
+        self._after: AttributeView | None = None  # after its turns
         self._step: int | None = None
         self.written: set[str] = set()
         self._is_fresh = True
@@ -69,7 +70,9 @@ class ReplicaState:
     # ---- a step
 
     @contextmanager
-    def of_step(self, step: int, replicas: range, keeps_frozen: bool) -> Iterator[None]:
+    def of_step(
+        self, step: int, replicas: range, keeps_frozen: bool, is_repetition: bool = False
+    ) -> Iterator[None]:
         """Keep the state for a step, and put buffers and frozen parameters back at its end.
 
         If the last step had the same number, this one is its repetition, and attributes begin as they did then.
@@ -78,18 +81,26 @@ class ReplicaState:
             step: The number of the step.
             replicas: The local replicas.
             keeps_frozen: Whether to keep the frozen parameters too that no replica is known to write.
+            is_repetition: Whether to begin with the buffers and frozen parameters of the last beginning.
         """
-        if step == self._step and self._view is not None:
-            self.attributes.put(self._view)
+        if step == self._step and self._view is not None and self._after is not None:
+            self.attributes.undo(self._view, self._after)
         self._step, self._view = step, self.attributes.view()
         self.attributes.begin(replicas)
         self._are_several = len(replicas) > 1
-        self._keep(keeps_frozen)
+        if is_repetition:
+            self._is_fresh = False
+            self._put_back()
+        else:
+            self._keep(keeps_frozen)
         try:
             yield
         except BaseException:
             self.attributes.put(self._view)
+            self._after = None
             raise
+        else:
+            self._after = self.attributes.view()
         finally:
             self._put_back()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from strategies.torch.on_device.contribution import DeviceContribution
 from strategies.torch.on_device.exchange import DeviceExchange
 from strategies.torch.options import TorchOptions
 from strategies.torch.pipelines.run import PipelineRun
-from strategies.torch.replicas.groups import GroupRow, part_of, row_of
+from strategies.torch.replicas.groups import ReplicaRows
 from strategies.torch.replicas.attributes import Attributes
 from strategies.torch.replicas.generators import Baton, kept_generators
 from strategies.torch.replicas.guard import Guard, WriteMarks
@@ -86,47 +88,6 @@ class ResultsOfTurn:
         return self.passes.losses
 
 
-class ReplicaRows:
-    """The rows of grouped parameters that a replica has in place of the whole parameters.
-
-    Args:
-        training: The module and its parameters.
-        replica: The global index of the replica.
-        replicas: The number of all replicas.
-    """
-
-    def __init__(self, training: TorchTraining, replica: int, replicas: int) -> None:
-        named = [(name, one) for name, one in training.module.named_parameters() if one.requires_grad]
-        found = [row_of(name, one, replica, replicas) for name, one in named]
-        self.of_trained: dict[int, GroupRow] = {number: row for number, row in enumerate(found) if row is not None}
-        self._rows = {id(named[number][1]): row for number, row in self.of_trained.items()}
-        self._wholes: Mapping[int, torch.Tensor] = {id(one): one for _, one in named if id(one) in self._rows}
-        self._places = [
-            (inner, key, id(one))
-            for inner in (training.module.modules() if self._rows else ())
-            for key, one in inner._parameters.items()
-            if id(one) in self._rows
-        ]
-
-    @contextmanager
-    def put(self) -> Iterator[dict[int, torch.Tensor]]:
-        """Put the rows into the module, and yield them by the ids of the whole parameters."""
-        rows = {
-            number: torch.nn.Parameter(part_of(whole, self._rows[number]), whole.requires_grad)
-            for number, whole in self._wholes.items()
-        }
-        self.give(rows)
-        try:
-            yield rows
-        finally:
-            self.give(self._wholes)
-
-    def give(self, parameters: Mapping[int, torch.Tensor]) -> None:
-        """Put these parameters into the module, by the ids of the whole parameters."""
-        for inner, key, number in self._places:
-            setattr(inner, key, parameters[number])
-
-
 class LocalTurns:
     """The turns of this instance's replicas in a step.
 
@@ -172,7 +133,7 @@ class LocalTurns:
         self._instruments = replicas.instruments
         self._streams = options.streams_over(replicas) and not instances
         self._state = ReplicaState(training.buffers, Attributes(self._module))
-        self._rows = [ReplicaRows(training, replica, self._of_all) for replica in self.replicas]
+        self._rows = [ReplicaRows(self._module, replica, self._of_all) for replica in self.replicas]
         meets, is_on_host = bool(sync_layers_of(self._module)), self._memory.is_on_host
         self._meetings: ReplicaMeetings | None = None
         if meets:
@@ -313,6 +274,8 @@ class LocalTurns:
             ends: Callable[[], object] = lambda: None
             if leaving is not None:
                 ends = stack.enter_context(leaving.of(pairs))
+            elif self._streams and inputs.is_repeated:
+                stack.enter_context(self._counting(pairs))
             passes = self._passes.run(seat, part, inputs.step, inputs.scale, pairs, pipeline, ends)
             gradients = [real_view(mine.grad) for _, mine in pairs]
             seen = [one is not None for one in gradients]
@@ -323,6 +286,22 @@ class LocalTurns:
             moving = self._training.buffers.moving
             changes = self._state.changes(replica, moving, self._of_all, waits=not self._instances)
             return ResultsOfTurn(passes, seen, changes, self._state.slots(changes)), gradients
+
+    @contextmanager
+    def _counting(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+        """Stream no gradients if one comes in parts, as it does if several reentrant checkpoints use a parameter."""
+        counts: Counter[int] = Counter()
+
+        def arrived(parameter: torch.Tensor) -> None:
+            counts[id(parameter)] += 1
+
+        hooks = [mine.register_post_accumulate_grad_hook(arrived) for _, mine in pairs]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._streams &= max(counts.values(), default=0) <= self._options.gradient_accumulation_count
 
     def _drop_gradients(self) -> None:
         for one in self._training.parameters:
@@ -480,7 +459,7 @@ class Leaving:
         self._missing = [len(numbers) for numbers in plan.members]
         self._taken = [False] * len(plan.parameters)
         self.seen = [False] * len(plan.parameters)
-        self._has_begun = False
+        self._thread = 0  # in which the last backward pass runs
 
     @contextmanager
     def of(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Callable[[], None]]:
@@ -496,11 +475,11 @@ class Leaving:
                 hook.remove()
 
     def _begin(self) -> None:
-        self._has_begun = True
+        self._thread = threading.get_ident()
 
     def _arrived(self, number: int, parameter: torch.Tensor) -> None:
-        """Take a complete gradient. Called by autograd."""
-        if not self._has_begun:
+        """Take a complete gradient. Called by autograd in the thread of the backward pass."""
+        if self._thread != threading.get_ident():
             return
         if self._taken[number]:
             refuse_to_come_twice(self._plan.parameters[number].name)

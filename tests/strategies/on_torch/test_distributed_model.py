@@ -22,7 +22,8 @@ STEPS = 3
 
 def loader_of(strategy, dataset, count=1):
     sampler = strategies.torch.DistributedSampler(dataset, strategy, 2, seed=0, gradient_accumulation_count=count)
-    return sampler, torch.utils.data.DataLoader(dataset, sampler.instance_batch_size, sampler=sampler)
+    own = torch.Generator()  # instances are threads, and a loader draws from the generator of the process
+    return sampler, torch.utils.data.DataLoader(dataset, sampler.instance_batch_size, sampler=sampler, generator=own)
 
 
 def looped(strategy, module, count=1, **options):

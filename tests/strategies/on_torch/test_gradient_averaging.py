@@ -21,7 +21,7 @@ import strategies
 import strategies.torch
 from collectives import LayoutMismatchError
 from strategies import DisagreementError, StrategyError
-from strategies.torch.randomness import drawing_by
+from strategies.torch.replicas.generators import drawing_from
 
 REPLICAS = 2
 STREAMS = [{}, {"stream_gradients": True}]
@@ -348,7 +348,7 @@ class TestRandomNumbers:
     def test_a_model_inside_a_module_leaves_random_numbers_of_the_module_alone(self):
         inner = strategies.torch.DistributedModel(new_module("mlp"), strategies.IPUStrategy(1))
         outer = nn.Sequential(inner, nn.Dropout(0.5))
-        with strategies.torch.randomness.drawing_from(3):
+        with strategies.torch.replicas.generators.drawing_from(3):
             outer(data()["x"])
             after = torch.rand(3)
         torch.manual_seed(3)

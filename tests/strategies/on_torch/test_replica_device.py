@@ -17,7 +17,7 @@ import strategies.torch.poptorch as poptorch
 from strategies import StrategyError
 from strategies.defaults import Defaults
 from strategies.torch.options import TorchOptions
-from strategies.torch.randomness import drawing_from, draws_on_cpu
+from strategies.torch.replicas.generators import drawing_from
 from strategies.torch.replica_memory import ReplicaMemory, as_device, chosen, count_of
 from strategies.torch.replica_modules import ReplicaModule
 from strategies.torch.training import move, move_state

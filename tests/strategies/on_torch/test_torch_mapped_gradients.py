@@ -16,7 +16,7 @@ from strategies.torch import DistributedModel, Trainer
 SLOPES = torch.tensor([[3.0], [-2.0], [5.0], [0.5], [4.0], [2.0], [-7.0], [1.0]])
 CLIPPED = SLOPES.clamp(-1, 1)
 METHODS = {"sum": 1, "mean": 4, "running_mean": 4}
-SCHEDULES = ["grouped", "one_forward_one_backward", "zero_bubble"]
+SCHEDULES = ["grouped", "one_forward_one_backward"]
 
 
 class Weighted(torch.nn.Module):

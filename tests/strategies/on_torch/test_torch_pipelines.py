@@ -90,11 +90,10 @@ PIPELINED = [
     poptorch.PipelinedExecution("B1", "B2", "B3", "B4"),
     poptorch.PipelinedExecution(*(poptorch.Stage(f"B{n + 1}").ipu(n) for n in range(4)), schedule="grouped"),
     poptorch.PipelinedExecution(["B1", "B2"], ["B3", "B4"], schedule="interleaved"),
-    poptorch.PipelinedExecution("B1", "B2", "B3", "B4", schedule="zero_bubble"),
     poptorch.PipelinedExecution(
         poptorch.Stage("B1").ipu(0), poptorch.Stage("B2").ipu(1), poptorch.Stage("B3", "B4").ipu(0)
     ),
-    poptorch.PipelinedExecution(*(poptorch.Stage(f"B{n + 1}").ipu(n % 2) for n in range(4)), schedule="zero_bubble"),
+    poptorch.PipelinedExecution(*(poptorch.Stage(f"B{n + 1}").ipu(n % 2) for n in range(4))),
     poptorch.ShardedExecution("B1", "B2", "B3", "B4"),
     poptorch.SerialPhasedExecution(["B1"], ["B2"], ["B3"], ["B4"]),
     poptorch.ParallelPhasedExecution(poptorch.Phase("B1", "B2").ipus(0), poptorch.Phase("B3", "B4").ipus(1)),
@@ -180,12 +179,12 @@ def test_random_numbers_and_moving_means_match_a_model_without_a_pipeline(on_ins
         return [each.detach().numpy().tobytes() for each in own.state_dict().values()]
 
     executions = [None, poptorch.PipelinedExecution(), poptorch.ShardedExecution()]
-    executions.append(poptorch.PipelinedExecution(schedule="zero_bubble"))
+    executions.append(poptorch.PipelinedExecution(schedule="grouped"))
     found = on_instances(1, 2, lambda strategy: [train(strategy, execution) for execution in executions])[0]
     assert all(each == found[0] for each in found)
 
 
-@pytest.mark.parametrize("schedule", ["one_forward_one_backward", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["one_forward_one_backward"])
 def test_a_step_leaves_no_objects_behind(schedule, network):
     """Hooks of autograd's nodes are hidden from the garbage collector: a cycle through one would never be freed."""
     strategy = poptorch.PipelinedExecution("B1", "B2", "B3", "B4", schedule=schedule)
@@ -216,7 +215,7 @@ class Branching(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("schedule", ["one_forward_one_backward", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["one_forward_one_backward"])
 def test_micro_batches_may_take_different_paths(schedule):
     x = torch.randn(2 * COUNT, 6, generator=torch.Generator().manual_seed(3))
     torch.manual_seed(3)
@@ -288,7 +287,7 @@ def test_the_trace_lists_all_actions_and_the_stash_matches_the_schedule(network)
     training.destroy()
 
 
-@pytest.mark.parametrize("schedule", ["grouped", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["grouped", "one_forward_one_backward"])
 def test_devices_execute_the_timetable_one_action_at_a_time(schedule, network):
     strategy = poptorch.PipelinedExecution("B1", "B2", "B3", "B4", schedule=schedule)
     training = poptorch.trainingModel(copy.deepcopy(network), new_options(strategy, iterations=1))
@@ -302,7 +301,7 @@ def test_devices_execute_the_timetable_one_action_at_a_time(schedule, network):
     training.destroy()
 
 
-@pytest.mark.parametrize("schedule", ["one_forward_one_backward", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["one_forward_one_backward"])
 def test_gradients_leave_while_stages_still_compute(schedule, on_instances):
     """Streamed gradients of the last micro-batch, from any thread, have the bits of a step without pipeline."""
     torch.manual_seed(2)
@@ -329,7 +328,7 @@ def test_gradients_leave_while_stages_still_compute(schedule, on_instances):
     assert streamed == on_instances(1, 2, train) * 2
 
 
-@pytest.mark.parametrize("schedule", ["grouped", "one_forward_one_backward", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["grouped", "one_forward_one_backward"])
 def test_inference_runs_in_the_stages(schedule, network):
     """The first call learns the stages; outputs equal those without a pipeline."""
     execution = poptorch.PipelinedExecution("B1", "B2", "B3", "B4", schedule=schedule)
