@@ -95,7 +95,8 @@ def real_views(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | 
 
 def kept_apart(tree: Tree, others: Iterable[torch.Tensor]) -> Tree:
     """Return a tree with tensors without history, and with copies of those that share memory with other tensors."""
-    memory = {one.untyped_storage().data_ptr() for one in others}
+    with torch._C.DisableTorchFunction():  # a mode, as that of a pipeline, must not take this for a use
+        memory = {one.untyped_storage().data_ptr() for one in others}
 
     def apart(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor):
