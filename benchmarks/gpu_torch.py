@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from gpu_task import (
-    BITS,
     COPY,
     DDP,
     HEAD,

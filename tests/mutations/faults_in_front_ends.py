@@ -238,7 +238,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="a bucket is sent before its last gradient is complete",
-        path="strategies/torch/replicas/turns.py",
+        path="strategies/torch/replicas/steps.py",
         old="if not self._missing[bucket] and bucket",
         new="if self._missing[bucket] <= 1 and bucket",
         caught_by="tests/strategies/on_torch/test_repeated_turns.py::test_a_bucket_is_ready_after_its_last_gradient",
@@ -512,8 +512,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="a repeated pass of a loop begins with the buffers of the interrupted one",
         path="strategies/torch/replica_turns.py",
-        old="of_step = state.of_step(step, local, number == 1, self._is_repetition)",
-        new="of_step = state.of_step(step, local, number == 1)",
+        old="self._averaging.parts.device, self._is_repetition)",
+        new="self._averaging.parts.device)",
         caught_by="tests/strategies/on_torch/test_torch_surviving.py::test_a_loop_survives_a_loss_at_every_event_of_a_step",
     ),
     Fault(

@@ -207,7 +207,7 @@ class LocalReplicas:
         return [list(of_buffer) for of_buffer in zip(*arrays, strict=True)]
 
     def _take_turns(
-        self, parts: Sequence[Batch], inputs: StepInputs, make_exchange: MakeExchange | None, leaving: Leaving | None
+        self, parts: Sequence[Batch], inputs: StepInputs, make_exchange: MakeExchange | None, leaving: LeavingGradients | None
     ) -> None:
         last, replay = len(parts) - 1, None
         turns: list[Callable[[], tuple[ResultsOfTurn, Gradients]]] = [
@@ -247,7 +247,7 @@ class LocalReplicas:
         return [partial(result, place) for place in range(len(turns))]
 
     def _turn(
-        self, place: int, part: Batch, inputs: StepInputs, leaving: Leaving | None, is_again: bool = False
+        self, place: int, part: Batch, inputs: StepInputs, leaving: LeavingGradients | None, is_again: bool = False
     ) -> tuple[ResultsOfTurn, Gradients]:
         """Let a local replica compute, and return its results and gradients."""
         replica, seat = self.replicas[place], self._seats[place]
@@ -339,7 +339,7 @@ class LocalReplicas:
         results: ResultsOfTurn,
         gradients: Sequence[torch.Tensor | None],
         inputs: StepInputs,
-        leaving: Leaving | None,
+        leaving: LeavingGradients | None,
     ) -> None:
         """Hand the gradients of a replica to the exchange."""
         exchange = self.exchange
@@ -398,7 +398,7 @@ class LocalReplicas:
             self._contributions.append(self._new_contribution(len(self._contributions), exchange))
         own = self._contributions[last]
         assert isinstance(own, Contribution)
-        leaving = Leaving(exchange, own, ready.put, partial(self._instruments.replica_ends, self.replicas[last], 0))
+        leaving = LeavingGradients(exchange, own, ready.put, partial(self._instruments.replica_ends, self.replicas[last], 0))
         begun = self._threads.submit(self._take_turns, parts, inputs, None, leaving)
         begun.add_done_callback(lambda _: ready.put(self._last))
         try:
@@ -413,7 +413,7 @@ class LocalReplicas:
             wait([begun])
 
 
-class Leaving:
+class LeavingGradients:
     """The gradients of the last local replica, which leave while its last backward pass runs.
 
     Args:

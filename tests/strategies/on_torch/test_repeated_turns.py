@@ -15,7 +15,7 @@ from strategies import StrategyError
 from strategies.exchange.transfer import GradientTransfer
 from strategies.torch.contribution import Contribution
 from strategies.torch.gradient_exchange import BUCKET_BYTES, Parameter, TorchGradientPlan
-from strategies.torch.replicas.turns import Leaving
+from strategies.torch.replicas.steps import LeavingGradients
 
 
 def steps(strategy, loss, module=None, count=1, **options):
@@ -125,7 +125,7 @@ def test_a_loop_finds_a_difference(instances, on_instances):
 class TestNetworksOutsideOfTheModule:
     def test_writes_to_a_network_outside_of_the_module_are_refused(self):
         outside = nn.BatchNorm1d(2)
-        with pytest.raises(StrategyError, match="replicas have written num_batches_tracked of a BatchNorm1d outside"):
+        with pytest.raises(StrategyError, match="replicas have written running_mean of a BatchNorm1d outside"):
             steps(2, lambda module, batch: module(outside(batch.reshape(-1, 2))).mean())
 
     def test_networks_in_evaluation_mode_may_be_used(self):
@@ -166,7 +166,7 @@ def test_a_bucket_is_ready_after_its_last_gradient():
     plan = TorchGradientPlan(described, GradientTransfer(), streams=True, tail=5)
     assert plan.members == ((2, 1), (0,))
     own, ready, looks = Contribution(plan), [], []
-    leaving = Leaving(SimpleNamespace(plan=plan), own, ready.append, lambda bucket: None)
+    leaving = LeavingGradients(SimpleNamespace(plan=plan), own, ready.append, lambda bucket: None)
     first, second, third = parameters
     hidden = first.sum()
     hidden.register_hook(lambda _: looks.append([*ready]))
