@@ -7,9 +7,9 @@ program, a clock, a network outside of the module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from strategies.core.members import Members
 from strategies.errors import StrategyError
 from strategies.jax.comparing.digest import digest_of
 from strategies.torch.replicas.left_gradients import LeftGradients
-from strategies.torch.replicas.module_parts import Slot, is_compiled
+from strategies.torch.replicas.module_parts import Slot, differs, is_compiled
 from strategies.torch.tensors import as_array, bits_of
 from strategies.torch.threads import ThreadValue
 
@@ -33,6 +33,10 @@ REASONS = (
     "so each would see what others have left there; keep such values in buffers of the module, or in attributes that are "
     "numbers, strings, lists or dictionaries (docs: torch_modules, What is checked)"
 )
+
+
+_Mark: TypeAlias = torch.Tensor | tuple[int, int]
+"""A copy of a buffer, or the address of a parameter and PyTorch's counter of writes to it."""
 
 
 class Compared(Protocol):
@@ -70,7 +74,7 @@ class Guard:
         self.found = ""
         self._kept: list[tuple[str, Digest | None]] = []
         self._turn = 0
-        self._outside: dict[int, tuple[torch.nn.Module, Sequence[object], set[int]]] = {}
+        self._outside: dict[int, tuple[torch.nn.Module, Mapping[str, _Mark], set[int]]] = {}
         self._left = LeftGradients()
         self._strangers: list[tuple[torch.Tensor, str]] = []  # parameters of networks outside of the module
 
@@ -199,15 +203,29 @@ def _called(network: torch.nn.Module, _: object) -> None:
         _guard.now.called(network)
 
 
-def _marks(network: torch.nn.Module) -> list[tuple[str, int, int, int]]:
-    """Return marks of a network's own tensors, without those of its submodules, that a write changes."""
-    named = [*network._buffers.items(), *network._parameters.items()]
-    return [(name, id(one), one.data_ptr(), one._version) for name, one in named if one is not None]
+def _marks(network: torch.nn.Module) -> dict[str, _Mark]:
+    """Return marks of a network's own tensors, without those of its submodules, that a write changes.
+
+    Buffers are copied, because PyTorch does not count the writes of batch norm. Parts of scripted modules are called by
+    no hook, so a scripted module has the marks of all of them.
+    """
+    recurses = isinstance(network, torch.jit.ScriptModule)
+    marks: dict[str, _Mark] = {name: one.detach().clone() for name, one in network.named_buffers(recurse=recurses)}
+    for name, one in network.named_parameters(recurse=recurses):
+        marks[name] = one.data_ptr(), 0 if one.is_inference() else one._version
+    return marks
 
 
-def _written(network: torch.nn.Module, before: Sequence[object]) -> str:
-    changed = [mark[0] for mark in _marks(network) if mark not in before]
-    return changed[0] if changed else ""
+def _written(network: torch.nn.Module, before: Mapping[str, _Mark]) -> str:
+    """Return the name of a tensor that was written since, or "" if none was."""
+    for name, now in _marks(network).items():
+        then = before.get(name)
+        if isinstance(then, torch.Tensor) and isinstance(now, torch.Tensor):
+            if then.shape != now.shape or then.dtype != now.dtype or differs(now, then):
+                return name
+        elif isinstance(then, torch.Tensor) or isinstance(now, torch.Tensor) or then != now:
+            return name
+    return ""
 
 
 def _digests(

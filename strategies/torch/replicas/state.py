@@ -85,8 +85,8 @@ class ReplicaState:
         """
         if step == self._step and self._view is not None and self._after is not None:
             self.attributes.undo(self._view, self._after)
+        self.attributes.begin(replicas)  # before the view, with which the first replica begins again
         self._step, self._view = step, self.attributes.view()
-        self.attributes.begin(replicas)
         self._are_several = len(replicas) > 1
         if is_repetition:
             self._is_fresh = False

@@ -134,8 +134,8 @@ Found = tuple[list[torch.Tensor], list[float]]
 def _run(idiom: Idiom, module: nn.Module, optimizer: Any, step: Callable[[int], float]) -> Found:
     program, losses = idiom.program(module, optimizer), []
     next(program)
-    for number in range(STEPS):
-        losses.append(step(number))
+    while True:
+        losses.append(step(len(losses)))
         try:
             program.send(losses[-1])
         except StopIteration:
