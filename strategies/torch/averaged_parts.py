@@ -205,14 +205,6 @@ class AveragedParts:
 
     # ---- what is refused
 
-    def refuse_new_parts(self) -> None:
-        """Raise if the forward passes of one of several turns have changed the parts of the module."""
-        if self.watch.has_other_parts:
-            raise StrategyError(
-                "a forward pass has added, removed or replaced a part of the module, so other replicas would begin "
-                "with another module; call the module once before the training, or change it between steps"
-            )
-
     def refuse_gradients_that_are_gone(self, came: Container[int]) -> None:
         """Raise if a parameter whose gradient came has none at the end of the backward pass.
 

@@ -27,7 +27,7 @@ from strategies.torch.outcomes import is_asked_for, number_of, one_of, refuse_lo
 from strategies.torch.replicas.attributes import Attributes
 from strategies.torch.replicas.generators import has_baton
 from strategies.torch.replicas.groups import groups_of
-from strategies.torch.replica_turns import LossOfBatch, ReplicaTurns
+from strategies.torch.replica_turns import LossOfBatch, LoopTurns
 from strategies.torch.scripted_modules import stop_profiling
 from strategies.torch.replicas.sync_batch_norm import refuse_to_join, sync_layers_of
 from strategies.torch.training import refuse_modules
@@ -123,7 +123,7 @@ class DistributedModel(torch.nn.Module):
         loop = LoopState(options.seed, replica, strategy.replicas.instruments.step_begins)
         self._averaging = GradientAveraging(module, strategy.replicas, options, loop)
         self._averaging.start()
-        self._turns = ReplicaTurns(module, strategy.replicas, self._averaging)
+        self._turns = LoopTurns(module, strategy.replicas, self._averaging)
 
     @property
     def replica(self) -> int:
@@ -304,7 +304,7 @@ class DistributedModel(torch.nn.Module):
         copied._averaging = GradientAveraging(
             copied.module, self._strategy.replicas, self._options, self._averaging.loop.copied()
         )
-        copied._turns = ReplicaTurns(copied.module, self._strategy.replicas, copied._averaging)
+        copied._turns = LoopTurns(copied.module, self._strategy.replicas, copied._averaging)
         return copied
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:

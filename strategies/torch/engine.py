@@ -61,9 +61,9 @@ from strategies.torch.on_device.paths import path_for
 from strategies.torch.optimizer_arrays import numbers_of_groups
 from strategies.torch.options import TorchOptions
 from strategies.torch.outcomes import are_weighted
-from strategies.torch.replicas.guard import digests_of, refuse_difference, repeats_bits
+from strategies.torch.replicas.guard import digests_of, refuse_difference
 from strategies.torch.replicas.passes import LossFunction
-from strategies.torch.replicas.turns import AnyExchange, LocalTurns, ResultsOfTurn, StepInputs
+from strategies.torch.replicas.steps import AnyExchange, LocalReplicas, ResultsOfTurn, StepInputs
 from strategies.torch.tensors import dtype_of, host_array, real_view, tensors_of
 from strategies.torch.threads import intra_op_threads
 from strategies.torch.training import TorchTraining
@@ -88,7 +88,7 @@ class TorchPending:
         is_applied: Whether the step may be applied: gradients are finite, and losses have weight.
     """
 
-    local: LocalTurns
+    local: LocalReplicas
     inputs: StepInputs
     buckets: Iterator[tuple[Bucket, Buffers]]
     means: Sequence[torch.Tensor | None] = ()
@@ -130,7 +130,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         self._is_recorded = is_recorded
         self._settings = StepSettings(training.optimizer)
         self._rows = TorchRows(replicas, options.seed, is_recorded)
-        self._local: LocalTurns | None = None
+        self._local: LocalReplicas | None = None
         self._path: DevicePath | None = None  # None: the host exchanges gradients
         self._close_path: Callable[[], object] = lambda: None
         self._first_step: int | None = None  # the first step with these replicas and these parts of the module
@@ -179,7 +179,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         """The number of steps made with these replicas, the same on all instances."""
         return 0 if self._first_step is None else self._training.step - self._first_step
 
-    def _local_for(self, given: Batch, batch: Batch) -> LocalTurns:
+    def _local_for(self, given: Batch, batch: Batch) -> LocalReplicas:
         """Return the replicas that compute gradients. Collective if batches of these shapes are new."""
         self._replicas.dealing.refuse_others(given)
         training, local = self._training, self._local
@@ -196,7 +196,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             refuse_groups(training.module, training.optimizer, self._options)
             path = self._new_path()
             count = 0 if path is None else path.spread.size
-            local = LocalTurns(self._replicas, training, self._loss_fn, self._options, count)
+            local = LocalReplicas(self._replicas, training, self._loss_fn, self._options, count)
             self._local = local
         key = tuple(
             (leaf.dtype, leaf.shape if isinstance(leaf, torch.Tensor) else None)  # parts have any shapes
@@ -220,7 +220,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             self._close_path = closing
         return self._path
 
-    def _announce_what_is_trained(self, local: LocalTurns) -> None:
+    def _announce_what_is_trained(self, local: LocalReplicas) -> None:
         """Name newly frozen or thawed parameters in a collective call. If instances differ, the call raises."""
         if local.exchange is None or local.communicator is not self._replicas.communicator:
             return
@@ -314,16 +314,9 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         local = self._local_for(batch, tensors)
         self._let_go(local)
         scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
-        number = self._steps_made + 1
-        is_repeated = not number & (number - 1) and self._can_repeat
-        inputs = StepInputs(state.step, scale, notice, self._settings.word(state.step, state.parameters), number == 1, is_repeated)
+        settings = self._settings.word(state.step, state.parameters)
+        inputs = StepInputs(state.step, scale, notice, settings, self._steps_made + 1)
         return TorchPending(local, inputs, local.collect(tensors, inputs, self._make_exchange))
-
-    @property
-    def _can_repeat(self) -> bool:
-        """Whether a replica that computes again must get the same bits. One replica has no neighbours to disturb it."""
-        is_exact = repeats_bits(self._training.memory_of_replicas.device)
-        return is_exact and self._replicas.num_replicas_in_sync > 1
 
     def _insist_on_same_bits(self, state: TorchTraining) -> None:
         """Compare the bits of the state between instances. On a device, compare digests that it computes first."""
@@ -338,7 +331,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
                 return
         insist_on_same_bits(replicas, host_arrays(state.tensors()), state.step)
 
-    def _let_go(self, local: LocalTurns) -> None:
+    def _let_go(self, local: LocalReplicas) -> None:
         """Drop the gradients of the last step, so that they do not occupy memory beside the new ones."""
         for parameter in self._training.parameters:
             parameter.grad = None
@@ -348,7 +341,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     @override
     def arrived(self, pending: TorchPending) -> Arrived:
         training, exchange, local = self._training, pending.exchange, pending.local
-        if pending.inputs.is_repeated:
+        if local.repeats_in(pending.inputs):
             refuse_difference(self._replicas, local.guard.found, training.step)
         plan, results = exchange.plan, local.results
         tail, means, are_bad, has_weight = self._received(exchange, pending.inputs.scale, results)
@@ -472,7 +465,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         own = {one.name: np.zeros(one.shape, one.dtype) if mean is None else host_array(mean) for one, mean in pairs}
         return {name: own.get(name, np.zeros(0, np.float32)) for name, _ in self._training.module.named_parameters()}
 
-    def _is_finite(self, plan: TorchGradientPlan, flags: np.ndarray | None, local: LocalTurns) -> bool:
+    def _is_finite(self, plan: TorchGradientPlan, flags: np.ndarray | None, local: LocalReplicas) -> bool:
         """Return whether all mean gradients are finite, or True if gradients are not checked.
 
         Collective if the means are sharded.

@@ -148,6 +148,8 @@ class GradientAveraging:
 
     def arrived(self, parameter: torch.Tensor) -> None:
         """Handle a complete gradient. Called by autograd."""
+        if parameter.grad is not None and parameter.grad.is_conj():  # means are written over its memory
+            parameter.grad = parameter.grad.resolve_conj()
         self.loop.weights.count(self.passes.weighing.now)
         if not self.loop.syncs:
             self.loop.carry(parameter)

@@ -35,7 +35,7 @@ class GradientHooks:
         for gone in self._hooks.keys() - {id(one) for _, one in named}:
             self._hooks.pop(gone)[1].remove()
         for _, one in named:
-            if one in self or not one.is_leaf or not one.is_floating_point():
+            if one in self or not one.is_leaf or not (one.is_floating_point() or one.is_complex()):
                 continue
             is_trained = one.requires_grad
             one.requires_grad_(True)  # PyTorch refuses hooks on frozen parameters, which may be thawed later

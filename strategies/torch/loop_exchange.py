@@ -14,6 +14,7 @@ from typing_extensions import override
 from collectives import Communicator
 from strategies.torch.contribution import Contribution
 from strategies.torch.gradient_exchange import GradientExchange, Tail, TorchGradientPlan
+from strategies.torch.tensors import real_views
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,12 @@ class HostLoopExchange(LoopExchange):
 
     @override
     def take(self, number: int, gradient: torch.Tensor | None) -> None:
-        self._contributions[0].take(number, gradient)
+        [real] = real_views([gradient])
+        self._contributions[0].take(number, real)
 
     @override
     def take_all(self, gradients: Sequence[torch.Tensor | None], place: int = 0) -> None:
-        self._contributions[place].take_all(gradients)
+        self._contributions[place].take_all(real_views(gradients))
 
     @override
     def reduce(self, bucket: int) -> None:
@@ -129,9 +131,9 @@ class HostLoopExchange(LoopExchange):
     @override
     def give(self, gradients: Sequence[torch.Tensor | None]) -> None:
         self._exchange.reduce_over(self._last, self._taken(self._last))
-        others = list(gradients)
+        others = real_views(gradients)
         for number in self._contributions[0].borrowed:
-            own = gradients[number]
+            own = others[number]
             if own is not None and self._exchange.is_over(number):
                 torch.autograd.graph.increment_version(own)
                 others[number] = None

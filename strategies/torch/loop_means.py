@@ -14,7 +14,7 @@ from strategies.errors import SpareError
 from strategies.torch.replicas.module_parts import Slot
 from strategies.torch.pass_weights import Named
 from strategies.torch.replica_memory import HOST
-from strategies.torch.tensors import as_array
+from strategies.torch.tensors import as_array, real_view
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def received_means(
 
 def _received(name: str, like: torch.Tensor, communicator: Communicator, root: int) -> torch.Tensor:
     copy = like.detach().to(HOST, copy=True, memory_format=torch.contiguous_format)
-    communicator.broadcast(as_array(copy), root, name=name)
+    communicator.broadcast(as_array(real_view(copy)), root, name=name)
     return copy.to(like.device)
 
 

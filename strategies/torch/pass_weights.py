@@ -16,6 +16,7 @@ from strategies.core.weights import ERROR, SKIP, is_weighted, travelling, weight
 from strategies.errors import StrategyError, ZeroWeightError
 from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.on_device.arithmetic import divide
+from strategies.torch.tensors import real_views
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 """Parameters with their names."""
@@ -174,7 +175,7 @@ def divide_by_weight(gradients: Iterable[torch.Tensor | None], weight: float | N
     if weight is None or not weight > 0:
         return
     with torch.no_grad():
-        own = [one for one in gradients if one is not None]
+        own = [one for one in real_views([*gradients]) if one is not None]
         wide = [one.to(torch.promote_types(one.dtype, torch.float32)) for one in own]
         divide(wide, weight)
         for one, exact in zip(own, wide, strict=True):

@@ -18,9 +18,8 @@ from strategies.torch.gradient_averaging import GradientAveraging
 from strategies.torch.loop_means import LoopMeans, Turn, refuse_spares
 from strategies.torch.outcomes import outcome_of, weighted_value
 from strategies.torch.replicas.attributes import Attributes
-from strategies.torch.replicas.generators import Baton, kept_generators
-from strategies.torch.replicas.guard import Guard, WriteMarks, refuse_difference, repeats_bits
-from strategies.torch.replicas.state import ReplicaState
+from strategies.torch.replicas.guard import refuse_difference
+from strategies.torch.replicas.turns import Gradients, ReplicaTurns, TurnsOfStep
 from strategies.torch.replicas.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import parts_of, tensors_of
 from strategies.typing import Batch
@@ -29,7 +28,7 @@ LossOfBatch = Callable[[Batch], torch.Tensor | Outcome]
 """(rows of one replica) -> loss, or `Outcome` with the loss and its weight."""
 
 
-class ReplicaTurns:
+class LoopTurns:
     """The local replicas of a `DistributedModel`.
 
     Args:
@@ -46,8 +45,7 @@ class ReplicaTurns:
         self._module, self._replicas, self._averaging = module, replicas, averaging
         self._has_warned = False
         self.attributes, self.repeats = Attributes(module), True
-        self._guard = Guard(module)
-        self._state: ReplicaState | None = None
+        self._turns: ReplicaTurns[Turn] | None = None
         self._key: object = None
         self._first_step = 0
         self._is_repetition = False
@@ -72,7 +70,7 @@ class ReplicaTurns:
             losses = [partial(loss_fn, part) for part in parts]
             columns = [losses[place * micro_batches :][:micro_batches] for place in range(len(local))]
             with replicas.instruments.during[FORWARD_BACKWARD]:
-                turns = self._turns(columns, begin)
+                turns = self._taken(columns, begin)
             with replicas.instruments.during[EXCHANGE]:
                 return self._averaged(turns)
 
@@ -91,88 +89,47 @@ class ReplicaTurns:
 
     # ---- one replica after another
 
-    def _turns(
+    def _taken(
         self, losses: Sequence[Sequence[Callable[[], object]]], begin: Mapping[torch.nn.Parameter, torch.Tensor | None]
     ) -> list[Turn]:
         """Let the local replicas compute, each with the gradients of the beginning."""
-        averaging, local, step = self._averaging, self._replicas.local_replicas, self._averaging.loop.step
-        averaging.follow()
-        state, device = self._state_for(averaging.parts), averaging.parts.device
-        number = step - self._first_step + 1
-        is_repeated = not number & (number - 1) and self._can_repeat(device)
-        turns = []
-        of_step = state.of_step(step, local, number == 1, self._is_repetition)
+        self._averaging.follow()
+        turns, local = self._turns_with(self._averaging.parts), self._replicas.local_replicas
+        step = self._averaging.loop.step
+        of_step = TurnsOfStep(step, step - self._first_step + 1, local, self._averaging.parts.device, self._is_repetition)
         self._is_repetition = True
-        with kept_generators(device), of_step, self._guard.watching(is_repeated):
-            marks = None if averaging.is_alone else WriteMarks(self._shared(state), is_repeated)
-            for replica, of_replica in zip(local, losses, strict=True):
-                turns.append(self._turn(state, replica, of_replica, begin))
-                if is_repeated and len(turns) == 1:
-                    self._guard.keep(turns[0], self._gradients(turns[0]), self._names)
-            if is_repeated:
-                self._repeat(state, losses[0], begin)
-            if marks is not None:
-                marks.refuse()
-        if is_repeated:
-            refuse_difference(self._replicas, self._guard.found, step)
-        return turns
+        found: list[Turn] = []
+        every = [partial(self._turn, turns, *pair, begin) for pair in zip(local, losses, strict=True)]
+        turns.run(of_step, every, every[0], lambda place, turn, gradients: found.append(turn))
+        if turns.repeats_in(of_step):
+            refuse_difference(self._replicas, turns.guard.found, step)
+        return found
 
-    def _state_for(self, parts: AveragedParts) -> ReplicaState:
-        """Return the state that replicas change. If other instances or parts are there, it is not known what."""
+    def _turns_with(self, parts: AveragedParts) -> ReplicaTurns[Turn]:
+        """Return the turns. If other instances or parts are there, it is not known what they write."""
         if parts.is_behind:
             parts.changes.follow()
             self.attributes.follow()
         key = self._replicas.communicator, self._replicas.local_replicas
         if self._key != key or parts.is_behind:
             self._key, self._first_step = key, self._averaging.loop.step
-        if self._state is None or self._state.buffers is not parts.buffers:
-            self._state = ReplicaState(parts.buffers, self.attributes)
-        return self._state
-
-    def _can_repeat(self, device: torch.device) -> bool:
-        return self.repeats and not self._averaging.is_alone and repeats_bits(device)
-
-    def _shared(self, state: ReplicaState) -> list[tuple[str, torch.Tensor]]:
-        kept = state.kept_names
-        return [(name, one) for name, one in self._averaging.parts.watch.named if name not in kept]
-
-    @property
-    def _names(self) -> list[str]:
-        return [name for name, one in self._averaging.parts.watch.named if one.requires_grad]
-
-    def _gradients(self, turn: Turn) -> list[torch.Tensor | None]:
-        return [turn.gradients.get(id(one)) for _, one in self._averaging.parts.watch.named if one.requires_grad]
-
-    def _repeat(
-        self,
-        state: ReplicaState,
-        losses: Sequence[Callable[[], object]],
-        begin: Mapping[torch.nn.Parameter, torch.Tensor | None],
-    ) -> None:
-        first, after = self._replicas.local_replicas.start, state.attributes.view()
-        state.attributes.put(state.view_before)
-
-        def again() -> tuple[Turn, Sequence[torch.Tensor | None]]:
-            turn = self._turn(state, first, losses, begin)
-            return turn, self._gradients(turn)
-
-        try:
-            self._guard.compare(first, again, self._names)
-        finally:
-            state.attributes.put(after)
+        if self._turns is None or self._turns.state.buffers is not parts.buffers:
+            count = self._replicas.num_replicas_in_sync
+            self._turns = ReplicaTurns(self._module, parts.watch, parts.buffers, self.attributes, count, self.repeats)
+        return self._turns
 
     def _turn(
         self,
-        state: ReplicaState,
+        turns: ReplicaTurns[Turn],
         replica: int,
         losses: Sequence[Callable[[], object]],
         begin: Mapping[torch.nn.Parameter, torch.Tensor | None],
-    ) -> Turn:
+    ) -> tuple[Turn, Gradients]:
         averaging = self._averaging
         parts, loop = averaging.parts, averaging.loop
         for parameter, gradient in begin.items():
             parameter.grad = _copy(gradient)
-        with Baton(parts.device), self._guard.of_turn(), state.of(replica), loop.turn(replica), torch.enable_grad():
+        with turns.of(replica, parts.device), loop.turn(replica), torch.enable_grad():
             of_losses, total = [], 0.0
             for number, loss in enumerate(losses):
                 loop.seed_micro_batch(number, parts.device)
@@ -182,15 +139,16 @@ class ReplicaTurns:
             came, weight = frozenset(loop.carried), loop.weights.total
             if not averaging.is_alone:
                 parts.refuse_gradients_that_are_gone(came)
-                parts.refuse_new_parts()
             gradients = {id(one): one.grad for one in averaging.parameters}
+            state = turns.state
             changes = state.changes(replica, parts.buffers.moving, self._replicas.num_replicas_in_sync)
             slots = {
                 slot.name: (slot, float(changed)) for slot, changed in zip(state.slots(changes), changes, strict=True)
             }
         for parameter in begin:
             parameter.grad = None
-        return Turn(total, gradients, came, slots, of_losses, weight)
+        trained = [gradients[id(one)] for one in averaging.parameters if one.requires_grad]
+        return Turn(total, gradients, came, slots, of_losses, weight), trained
 
     def _backward(self, compute: Callable[[], object]) -> tuple[torch.Tensor, float]:
         """Make a backward pass, and return its loss, and the same times its weight if it has one."""

@@ -84,9 +84,19 @@ def real_view(tensor: _Optional) -> _Optional:
     return torch.view_as_real(tensor.resolve_conj())
 
 
+def real_views(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return views of gradients in which complex numbers have a last axis, as `real_view`, to write to them.
+
+    Raises:
+        RuntimeError: If one is conjugated only when it is read, so that it has no such view.
+    """
+    return [torch.view_as_real(one) if one is not None and one.is_complex() else one for one in gradients]
+
+
 def kept_apart(tree: Tree, others: Iterable[torch.Tensor]) -> Tree:
     """Return a tree with tensors without history, and with copies of those that share memory with other tensors."""
-    memory = {one.untyped_storage().data_ptr() for one in others}
+    with torch._C.DisableTorchFunction():  # a mode, as that of a pipeline, must not take this for a use
+        memory = {one.untyped_storage().data_ptr() for one in others}
 
     def apart(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor):

@@ -15,6 +15,7 @@ from strategies.exchange.on_device import DevicePath
 from strategies.torch.gradient_exchange import Tail, TorchGradientPlan
 from strategies.torch.loop_exchange import LoopExchange, Told
 from strategies.torch.on_device.flat_gradients import flat_buffers, gradients_in
+from strategies.torch.tensors import real_views
 
 
 @final
@@ -83,6 +84,7 @@ class DeviceLoopExchange(LoopExchange):
     @override
     def give(self, gradients: Sequence[torch.Tensor | None]) -> None:
         with torch.no_grad():
+            gradients = real_views(gradients)
             buffers = [[one] for one in flat_buffers(self.plan, gradients, self._device)]
             dtypes = [buffer.dtype for buffer in self.plan.layouts[0].buffers]
             results = self._path.means(f"{self.plan.title}/0", buffers, dtypes)

@@ -1,502 +1,141 @@
-"""The local replicas of a step, which take turns with the module itself."""
+"""The turns that local replicas take with one module: put its state back, compute, and compare a repetition."""
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from queue import SimpleQueue
+from typing import Generic, TypeVar
 
 import torch
 
-from strategies.core.engine import Buffers
 from strategies.errors import StrategyError
-from strategies.exchange.means import Bucket
-from strategies.jax.replicas.devices import THREADS
-from strategies.jax.replicas.replicas import Replicas
-from strategies.pipelines.running.driver import raise_first
-from strategies.torch.contribution import Contribution, refuse_to_come_twice
-from strategies.torch.gradient_exchange import GradientExchange
-from strategies.torch.replicas.meetings import ReplicaMeetings, adding_over
-from strategies.torch.replicas.module_parts import Slot
-from strategies.torch.on_device.contribution import DeviceContribution
-from strategies.torch.on_device.exchange import DeviceExchange
-from strategies.torch.options import TorchOptions
-from strategies.torch.pipelines.run import PipelineRun
-from strategies.torch.replicas.groups import ReplicaRows
 from strategies.torch.replicas.attributes import Attributes
-from strategies.torch.replicas.generators import Baton, kept_generators
-from strategies.torch.replicas.guard import Guard, WriteMarks
-from strategies.torch.replicas.passes import LossFunction, PassesOfReplica, ReplicaPasses
-from strategies.torch.replicas.state import Changes, ReplicaState
-from strategies.torch.replicas.sync_batch_norm import Seat, sync_layers_of
-from strategies.torch.tensors import parts_of, real_view
-from strategies.torch.threads import intra_op_threads
-from strategies.torch.training import TorchTraining
-from strategies.typing import Batch
+from strategies.torch.replicas.buffers import ModelBuffers
+from strategies.torch.replicas.generators import Baton, Leave, kept_generators
+from strategies.torch.replicas.guard import Compared, Guard, WriteMarks, repeats_bits
+from strategies.torch.replicas.module_parts import ModuleWatch
+from strategies.torch.replicas.state import ReplicaState
 
-AnyExchange = GradientExchange | DeviceExchange
+Results = TypeVar("Results", bound=Compared)
 
-MakeExchange = Callable[[tuple[str, ...]], AnyExchange]
-"""(names of the metrics) -> the exchange of their gradients."""
+Gradients = list[torch.Tensor | None]
+"""The gradients of the trained parameters; None for a parameter without one."""
 
 
 @dataclass(frozen=True)
-class StepInputs:
-    """The inputs of one step that all local replicas share.
+class TurnsOfStep:
+    """The step in which replicas take turns.
 
     Attributes:
         step: The number of the step.
-        scale: The loss scale of the backward pass.
-        notice: Whether the instance was given a notice, which travels in the tail behind the metrics.
-        settings: The hash of the settings, see `StepSettings.word`.
-        is_first: Whether these replicas have made no step, so that it is not known yet what they write.
-        is_repeated: Whether the first replica computes again, to compare.
+        number: One more than the number of steps that these replicas have made.
+        replicas: The local replicas.
+        device: The device on which they compute.
+        is_repetition: Whether the step begins with the buffers of the last beginning, because an instance was lost.
     """
 
     step: int
-    scale: float
-    notice: bool
-    settings: int
-    is_first: bool
-    is_repeated: bool
+    number: int
+    replicas: range
+    device: torch.device
+    is_repetition: bool = False
 
 
-@dataclass(frozen=True)
-class ResultsOfTurn:
-    """The results of a replica's turn besides gradients.
-
-    Attributes:
-        passes: The results of its passes.
-        seen: Whether each trained parameter has a gradient.
-        changes: Which slots it has changed.
-        slots: The slots afterwards.
-    """
-
-    passes: PassesOfReplica
-    seen: Sequence[bool]
-    changes: Changes
-    slots: Sequence[Slot]
-
-    @property
-    def losses(self) -> Sequence[torch.Tensor]:
-        """The loss of each micro-batch."""
-        return self.passes.losses
-
-
-class LocalTurns:
-    """The turns of this instance's replicas in a step.
-
-    They run in the calling thread, or in one thread beside it if gradients leave while the last backward pass runs. If
-    layers wait for other replicas (SyncBatchNorm), each of several local replicas has a thread, and one of them
-    computes at a time. If gradients stay on the device, they are added after each turn.
+class ReplicaTurns(Generic[Results]):
+    """The turns of this instance's replicas with one module.
 
     Args:
-        replicas: The replicas of all instances.
-        training: The module, its optimizer, and their state.
-        loss_fn: The loss function of `Trainer`.
-        options: The options of the step.
-        instances: Number of instances, if gradients stay on the device; 0 if the host exchanges them.
+        module: The module.
+        watch: The watch over its parts.
+        buffers: The buffers and frozen parameters on which replicas agree after a step.
+        attributes: The attributes of which each replica has its own.
+        count: The number of all replicas.
+        repeats: Whether the first replica computes again in steps 1, 2, 4, 8 and so on, to compare.
 
     Attributes:
-        replicas: The global indices of the local replicas.
-        communicator: The communicator of all instances.
-        agreed: The shapes of batches for which all instances were found to compute the same.
-        exchange: The exchange of gradients; None before the first turn.
-        results: The results of the local replicas in the last step.
+        state: The state that is put back before each replica.
         guard: The comparison of a turn with its repetition.
-        pipeline: The pipeline of the module; None without one.
-        residuals: The new residuals of int8 gradients, by local replica.
     """
 
     def __init__(
         self,
-        replicas: Replicas,
-        training: TorchTraining,
-        loss_fn: LossFunction,
-        options: TorchOptions,
-        instances: int = 0,
+        module: torch.nn.Module,
+        watch: ModuleWatch,
+        buffers: ModelBuffers,
+        attributes: Attributes,
+        count: int,
+        repeats: bool = True,
     ) -> None:
-        self._training, self._options = training, options
-        self._module, self._memory = training.module, training.memory_of_replicas
-        self.replicas, self.communicator = replicas.local_replicas, replicas.communicator
-        self.agreed: set[object] = set()
-        self.exchange: AnyExchange | None = None
-        self.results: list[ResultsOfTurn] = []
-        self.residuals: list[Sequence[object]] = []
-        self._contributions: list[Contribution | DeviceContribution] = []
-        self._of_all, self._instances = replicas.num_replicas_in_sync, instances
-        self._instruments = replicas.instruments
-        self._streams = options.streams_over(replicas) and not instances
-        self._state = ReplicaState(training.buffers, Attributes(self._module))
-        self._rows = [ReplicaRows(self._module, replica, self._of_all) for replica in self.replicas]
-        meets, is_on_host = bool(sync_layers_of(self._module)), self._memory.is_on_host
-        self._meetings: ReplicaMeetings | None = None
-        if meets:
-            add = adding_over(self.communicator, self._streams)
-            self._meetings = ReplicaMeetings(self.replicas, add, self.communicator.limits.timeout_s, is_on_host)
-        self._seats = [Seat(replica, self._of_all, self._module, self._meetings) for replica in self.replicas]
-        self._passes = ReplicaPasses(self._module, self._memory, loss_fn, options, instances > 0, meets)
-        self.pipeline: PipelineRun | None = None
-        if options.pipeline is not None:
-            count, threads = options.gradient_accumulation_count, options.intra_op_threads
-            self.pipeline = PipelineRun(
-                options.pipeline, count, threads, self._module, True, self._instruments, not meets
-            )
-        threads = 1 + len(self.replicas) if meets else 1
-        self._threads = ThreadPoolExecutor(
-            threads, f"{THREADS}-torch", torch.set_num_threads, (options.intra_op_threads,)
-        )
-        self._trained = training.trained
-        self._names = [name for name, one in self._module.named_parameters() if one.requires_grad]
-        self.guard = Guard(self._module)
+        self._watch, self._count, self._repeats = watch, count, repeats
+        self.state, self.guard = ReplicaState(buffers, attributes), Guard(module)
 
-    def close(self) -> None:
-        """End the threads."""
-        self._threads.shutdown(wait=True)
-        if self.pipeline is not None:
-            self.pipeline.close()
+    def repeats_in(self, step: TurnsOfStep) -> bool:
+        """Return whether the first replica computes again in a step. One replica has no neighbours to disturb it."""
+        is_due = not step.number & (step.number - 1)
+        return is_due and self._repeats and self._count > 1 and repeats_bits(step.device)
 
-    def fits(self, replicas: Replicas) -> bool:
-        """Return whether replicas, instances and trained parameters are the same as when this object was made."""
-        is_here = self.replicas == replicas.local_replicas and self.communicator is replicas.communicator
-        return is_here and [*map(id, self._trained)] == [*map(id, self._training.trained)]
-
-    # ---- a step
-
-    def collect(
-        self, batch: Batch, inputs: StepInputs, make_exchange: MakeExchange
-    ) -> Iterator[tuple[Bucket, Buffers]]:
-        """Let the replicas compute, and yield each bucket as soon as it is ready, as `PendingStep.buckets` does.
+    @contextmanager
+    def of(self, replica: int, device: torch.device, leave: Leave = lambda: lambda: None) -> Iterator[None]:
+        """Let this thread compute for a replica.
 
         Args:
-            batch: A pytree of tensors, for all local replicas.
-            inputs: The inputs that they share.
-            make_exchange: Makes the exchange. Called once, in the first step. Collective.
+            replica: The replica.
+            device: Its device.
+            leave: As for `Baton`.
+        """
+        with Baton(device, leave), self.guard.of_turn(), self.state.of(replica):
+            yield
+
+    def run(
+        self,
+        step: TurnsOfStep,
+        turns: Sequence[Callable[[], tuple[Results, Gradients]]],
+        again: Callable[[], tuple[Results, Gradients]],
+        take: Callable[[int, Results, Gradients], object],
+        context: AbstractContextManager[object] | None = None,
+    ) -> None:
+        """Let the local replicas compute, one after another.
+
+        Args:
+            step: The step.
+            turns: The turn of each local replica, which returns its results and its gradients.
+            again: Repeats the first turn.
+            take: Takes the place of a replica among the local ones, its results and its gradients.
+            context: A context around the repetition.
 
         Raises:
-            ValueError: If the batch cannot be divided evenly among the replicas.
+            StrategyError: If a replica has changed the parts of the module, or written a parameter that all share.
         """
-        parts = parts_of(batch, len(self.replicas), self._options.gradient_accumulation_count)
-        self.results, self.residuals = [], []
-        exchange = self.exchange
-        if self._streams and exchange is not None and exchange.plan.is_cut and not inputs.is_repeated:
-            yield from self._streamed(parts, inputs, exchange)
-            return
-        self._take_turns(parts, inputs, make_exchange, None)
-        exchange = self.exchange
-        assert exchange is not None
-        if isinstance(exchange, DeviceExchange):
-            yield exchange.buckets[0], exchange.take()
-            return
-        for number, bucket in enumerate(exchange.buckets):
-            yield bucket, self._buffers(number)
-
-    def _buffers(self, bucket: int) -> list[list[object]]:
-        arrays = [own.arrays(bucket) for own in self._contributions]
-        return [list(of_buffer) for of_buffer in zip(*arrays, strict=True)]
-
-    def _take_turns(
-        self, parts: Sequence[Batch], inputs: StepInputs, make_exchange: MakeExchange | None, leaving: Leaving | None
-    ) -> None:
-        if self._meetings is not None:
-            self._meetings.begin(inputs.is_repeated)
-        with (
-            kept_generators(self._memory.device),
-            self._state.of_step(inputs.step, self.replicas, inputs.is_first),
-            intra_op_threads(self._options.intra_op_threads),
-            self.guard.watching(inputs.is_repeated),
-        ):
-            marks = self._marks(inputs)
-            last = len(parts) - 1
-            turns = [
-                partial(self._turn, place, part, inputs, leaving if place == last else None)
-                for place, part in enumerate(parts)
-            ]
-            if self._meetings is not None and last:
-                begun = [self._threads.submit(turn) for turn in turns]
-                wait(begun)
-                raise_first(begun)
-                turns = [future.result for future in begun]
+        is_repeated, state, names = self.repeats_in(step), self.state, self._names
+        of_step = state.of_step(step.step, step.replicas, step.number == 1, step.is_repetition)
+        with kept_generators(step.device), of_step, self.guard.watching(is_repeated):
+            shared = [(name, one) for name, one in self._watch.named if name not in state.kept_names]
+            marks = WriteMarks(shared if self._count > 1 else [], is_repeated)
             for place, turn in enumerate(turns):
                 results, gradients = turn()
-                if self.exchange is None:
-                    assert make_exchange is not None
-                    self.exchange = make_exchange(results.passes.names)
-                self._refuse_other_names(results.passes.names)
-                self.results.append(results)
-                if inputs.is_repeated and not place:
-                    self.guard.keep(results, gradients, self._names)
-                self._take(place, results, gradients, inputs, leaving if place == last else None)
+                self._refuse_other_parts()
+                if is_repeated and not place:
+                    self.guard.keep(results, gradients, names)
+                take(place, results, gradients)
                 del gradients
-            if self._training.watch.has_other_parts:
-                raise StrategyError(
-                    "the forward pass of a replica has replaced, added or removed a part of the module; make all "
-                    "modules, parameters and buffers before the step, and change them in place"
-                )
-            if inputs.is_repeated:
-                self._repeat(parts[0], inputs)
-            if marks is not None:
-                marks.refuse()
+            if is_repeated:
+                after = state.attributes.view()
+                state.attributes.put(state.view_before)
+                try:
+                    with context or nullcontext():
+                        self.guard.compare(step.replicas.start, again, names)
+                finally:
+                    state.attributes.put(after)
+            marks.refuse()
 
-    def _marks(self, inputs: StepInputs) -> WriteMarks | None:
-        """Return marks of the parameters that replicas must not write; None if there is only one replica."""
-        if self._of_all == 1:
-            return None
-        kept = self._state.kept_names
-        named = [(name, one) for name, one in self._training.watch.named if name not in kept]
-        return WriteMarks(named, inputs.is_repeated)
-
-    def _turn(
-        self, place: int, part: Batch, inputs: StepInputs, leaving: Leaving | None, is_again: bool = False
-    ) -> tuple[ResultsOfTurn, list[torch.Tensor | None]]:
-        """Let a local replica compute, and return its results and gradients."""
-        replica, seat = self.replicas[place], self._seats[place]
-        pipeline = None if is_again else self.pipeline  # without one the bits are the same
-        is_noted = self.pipeline is None and not is_again  # a pipeline notifies of each stage
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        rows: dict[int, torch.Tensor] = {}
-        with ExitStack() as stack:
-            stack.enter_context(seat.attended())
-            stack.enter_context(Baton(self._memory.device, lambda: self._left(place, pairs, rows)))
-            stack.enter_context(self.guard.of_turn())
-            stack.enter_context(self._state.of(replica))
-            rows = stack.enter_context(self._rows[place].put())
-            pairs += [(one, rows.get(id(one), one)) for one in self._trained]
-            self._drop_gradients()
-            stack.callback(self._drop_gradients)
-            if is_noted:
-                self._instruments.replica_begins(replica, 0)
-            ends: Callable[[], object] = lambda: None
-            if leaving is not None:
-                ends = stack.enter_context(leaving.of(pairs))
-            elif self._streams and inputs.is_repeated:
-                stack.enter_context(self._counting(pairs))
-            passes = self._passes.run(seat, part, inputs.step, inputs.scale, pairs, pipeline, ends)
-            gradients = [real_view(mine.grad) for _, mine in pairs]
-            seen = [one is not None for one in gradients]
-            if leaving is not None:
-                seen = [here or left for here, left in zip(seen, leaving.seen, strict=True)]
-            if is_noted:
-                self._instruments.replica_ends(replica, 0, 0 if self.exchange is None else self._last)
-            moving = self._training.buffers.moving
-            changes = self._state.changes(replica, moving, self._of_all, waits=not self._instances)
-            return ResultsOfTurn(passes, seen, changes, self._state.slots(changes)), gradients
-
-    @contextmanager
-    def _counting(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
-        """Stream no gradients if one comes in parts, as it does if several reentrant checkpoints use a parameter."""
-        counts: Counter[int] = Counter()
-
-        def arrived(parameter: torch.Tensor) -> None:
-            counts[id(parameter)] += 1
-
-        hooks = [mine.register_post_accumulate_grad_hook(arrived) for _, mine in pairs]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-        self._streams &= max(counts.values(), default=0) <= self._options.gradient_accumulation_count
-
-    def _drop_gradients(self) -> None:
-        for one in self._training.parameters:
-            one.grad = None
-
-    @property
-    def _last(self) -> int:
-        assert self.exchange is not None
-        return len(self.exchange.buckets) - 1
-
-    def _left(
-        self, place: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], rows: dict[int, torch.Tensor]
-    ) -> Callable[[], None]:
-        """Take the module away from a replica that waits for others, and return the way back."""
-        if len(self.replicas) == 1:
-            return lambda: None
-        gradients, state = [mine.grad for _, mine in pairs], self._state.leave()
-
-        def come_back() -> None:
-            self._state.come_back(state)
-            self._rows[place].give(rows)
-            for (_, mine), gradient in zip(pairs, gradients, strict=True):
-                mine.grad = gradient
-
-        return come_back
-
-    def _refuse_other_names(self, names: tuple[str, ...]) -> None:
-        assert self.exchange is not None
-        if names != self.exchange.names:
+    def _refuse_other_parts(self) -> None:
+        if self._watch.has_other_parts:
             raise StrategyError(
-                f"a replica has the metrics {', '.join(names)}, but earlier the metrics were "
-                f"{', '.join(self.exchange.names)}; return the same names, in the same order, in every step"
+                "a forward pass has added, removed or replaced a part of the module, so other replicas would begin "
+                "with another module; call the module once before the training, or change it between steps"
             )
 
-    # ---- gradients
-
-    def _take(
-        self,
-        place: int,
-        results: ResultsOfTurn,
-        gradients: Sequence[torch.Tensor | None],
-        inputs: StepInputs,
-        leaving: Leaving | None,
-    ) -> None:
-        """Hand the gradients of a replica to the exchange."""
-        exchange = self.exchange
-        assert exchange is not None
-        if place == len(self._contributions):
-            self._contributions.append(self._new_contribution(place, exchange))
-        own = self._contributions[place]
-        is_quantised = self._options.transfer.is_quantised
-        if is_quantised and self._options.scaling is not None:
-            for gradient in gradients:
-                if gradient is not None:
-                    gradient.div_(inputs.scale)
-        passes, seen, changes = results.passes, results.seen, results.changes
-        if isinstance(own, DeviceContribution):
-            assert isinstance(exchange, DeviceExchange)
-            own.take_all(gradients)
-            own.set_tail(passes.values, inputs.notice, inputs.settings, seen, changes, passes.weight)
-            exchange.add(self.replicas[place], own.arrays(0), own.told)
-            return
-        if leaving is not None:
-            leaving.rest(own, gradients)
-        elif is_quantised:
-            self.residuals.append(own.encode(gradients, self._training.residuals[place], passes.weight))
-        else:
-            own.take_all(gradients)
-        values, flags = [float(value) for value in passes.values], [float(one) for one in changes]
-        own.set_tail(values, inputs.notice, inputs.settings, seen, flags)
-
-    def _new_contribution(self, place: int, exchange: AnyExchange) -> Contribution | DeviceContribution:
-        plan, rows = exchange.plan, self._rows[place].of_trained
-        if not self._instances:
-            return Contribution(plan, rows)
-        checks = self._options.check_numerics
-        is_alone, tells_all = self._of_all == 1, self._instances > 1
-        return DeviceContribution(plan, rows, self._memory.device, is_alone, tells_all, checks)
-
-    def is_finite(self, place: int, number: int) -> bool:
-        """Return whether a gradient of a local replica is finite. Valid until the gradients are released."""
-        return self._contributions[place].is_finite(number)
-
-    def give_back(self) -> None:
-        """Release the gradients of the step."""
-        for own in self._contributions:
-            own.give_back()
-
-    # ---- gradients that leave while the backward pass runs
-
-    def _streamed(
-        self, parts: Sequence[Batch], inputs: StepInputs, exchange: AnyExchange
-    ) -> Iterator[tuple[Bucket, Buffers]]:
-        """Let the replicas compute in a thread, and yield buckets while the last backward pass runs."""
-        assert isinstance(exchange, GradientExchange)
-        ready: SimpleQueue[int] = SimpleQueue()
-        last = len(parts) - 1
-        while len(self._contributions) <= last:
-            self._contributions.append(self._new_contribution(len(self._contributions), exchange))
-        own = self._contributions[last]
-        assert isinstance(own, Contribution)
-        leaving = Leaving(exchange, own, ready.put, partial(self._instruments.replica_ends, self.replicas[last], 0))
-        begun = self._threads.submit(self._take_turns, parts, inputs, None, leaving)
-        begun.add_done_callback(lambda _: ready.put(self._last))
-        try:
-            left: set[int] = set()
-            for number in range(self._last + 1):
-                while number not in left and self._last not in left:
-                    left.add(ready.get())
-                if self._last in left:
-                    begun.result()
-                yield exchange.buckets[number], self._buffers(number)
-        finally:
-            wait([begun])
-
-    # ---- the comparison
-
-    def _repeat(self, part: Batch, inputs: StepInputs) -> None:
-        """Let the first replica compute once more, and compare."""
-        attributes, after = self._state.attributes, self._state.attributes.view()
-        attributes.put(self._state.view_before)
-        again = partial(self._turn, 0, part, inputs, None, is_again=True)
-        replay: AbstractContextManager[object] = nullcontext()
-        if self._meetings is not None:
-            replay = self._meetings.repeated()
-        try:
-            with replay:
-                self.guard.compare(self.replicas[0], again, self._names)
-        finally:
-            attributes.put(after)
-
-
-class Leaving:
-    """The gradients of the last local replica, which leave while its last backward pass runs.
-
-    Args:
-        exchange: The exchange.
-        own: The contribution of the replica.
-        is_ready: Called with the number of each bucket that is complete, except the last one, which waits for its tail.
-        ended: Called with the same number, for instruments.
-
-    Attributes:
-        seen: Whether each trained parameter has a gradient that has left.
-    """
-
-    def __init__(
-        self,
-        exchange: GradientExchange,
-        own: Contribution,
-        is_ready: Callable[[int], object],
-        ended: Callable[[int], object],
-    ) -> None:
-        plan = exchange.plan
-        self._plan, self._own, self._is_ready, self._ended = plan, own, is_ready, ended
-        self._missing = [len(numbers) for numbers in plan.members]
-        self._taken = [False] * len(plan.parameters)
-        self.seen = [False] * len(plan.parameters)
-        self._thread = 0  # in which the last backward pass runs
-
-    @contextmanager
-    def of(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Callable[[], None]]:
-        """Take the gradients of a replica's parameters as soon as they are complete; yield a function that begins."""
-        hooks = [
-            mine.register_post_accumulate_grad_hook(partial(self._arrived, number))
-            for number, (_, mine) in enumerate(pairs)
-        ]
-        try:
-            yield self._begin
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _begin(self) -> None:
-        self._thread = threading.get_ident()
-
-    def _arrived(self, number: int, parameter: torch.Tensor) -> None:
-        """Take a complete gradient. Called by autograd in the thread of the backward pass."""
-        if self._thread != threading.get_ident():
-            return
-        if self._taken[number]:
-            refuse_to_come_twice(self._plan.parameters[number].name)
-        self._take(self._own, number, real_view(parameter.grad))
-        parameter.grad = None
-
-    def _take(self, own: Contribution, number: int, gradient: torch.Tensor | None) -> None:
-        self._taken[number], self.seen[number] = True, gradient is not None
-        own.take(number, gradient)
-        bucket = self._plan.places[number].bucket
-        self._missing[bucket] -= 1
-        if not self._missing[bucket] and bucket != len(self._missing) - 1:
-            self._ended(bucket)
-            self._is_ready(bucket)
-
-    def rest(self, own: Contribution, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take the gradients that have not left."""
-        for number, gradient in enumerate(gradients):
-            if not self._taken[number]:
-                self._take(own, number, gradient)
+    @property
+    def _names(self) -> list[str]:
+        return [name for name, one in self._watch.named if one.requires_grad]

@@ -159,9 +159,6 @@ def in_torch(
         before_loss()
         return ((module(batch["x"]) - batch["y"]) ** 2).mean()
 
-    if before_loss is not nothing:
-        options["verify_steps"] = 0  # plain PyTorch must not call the loss before the replicas do
-
     class Counting(torch.nn.Linear):
         """A linear layer with a buffer, which is a part of the state."""
 

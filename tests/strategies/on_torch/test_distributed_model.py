@@ -300,6 +300,38 @@ def test_an_instance_that_ends_early_without_join_is_an_error(on_every_path):
         on_every_path(2, 2, train)
 
 
+class Counting(nn.Linear):
+    """A layer whose forward pass adds a number to its frozen bias."""
+
+    by = 1
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        nn.init.zeros_(self.bias)
+        self.bias.requires_grad_(False)
+
+    def forward(self, x):
+        if self.by:
+            with torch.no_grad():
+                self.bias += self.by * x.mean()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("instances", [1, 2, 4])
+def test_replicas_agree_on_frozen_parameters_that_they_write(instances, on_instances):
+    """Each replica begins with the value of the step's beginning, and the module gets the mean."""
+
+    def train(strategy):
+        own, model = distributed(strategy, Counting(2, 2))
+        for _ in range(3):
+            local = strategy.local_replicas
+            batch = torch.arange(8.0).repeat_interleave(2).view(8, 2)[2 * local.start : 2 * local.stop]
+            model.backward(lambda rows: model(rows).mean(), batch)
+        return own.bias.tolist()
+
+    assert on_instances(instances, 4, train) == [[10.5, 10.5]] * instances
+
+
 class TestRefusals:
     def test_a_plain_backward_pass_with_several_replicas_per_instance(self):
         model = strategies.torch.DistributedModel(new_module("mlp"), strategies.IPUStrategy(2))
@@ -325,17 +357,13 @@ class TestRefusals:
         with pytest.raises(TypeError, match=r"returned a Tensor of shape \[2, 2\]; return the loss"):
             model.backward(model, torch.ones(4, 2))
 
-    def test_undeclared_writes_of_frozen_parameters_by_several_replicas(self):
-        class Counting(nn.Linear):
-            def forward(self, x):
-                with torch.no_grad():
-                    self.bias += 1
-                return super().forward(x)
-
+    def test_frozen_parameters_that_replicas_begin_to_write_after_the_first_step(self):
         module = Counting(2, 2)
-        module.bias.requires_grad_(False)
         model = strategies.torch.DistributedModel(module, strategies.IPUStrategy(2))
-        with pytest.raises(StrategyError, match=r"bias is a frozen parameter .* model_state_aggregation"):
+        module.by = 0
+        model.backward(lambda rows: model(rows).mean(), torch.ones(4, 2))
+        module.by = 1
+        with pytest.raises(StrategyError, match=r"bias is frozen, and was written .* model_state_aggregation"):
             model.backward(lambda rows: model(rows).mean(), torch.ones(4, 2))
 
     def test_forward_passes_of_several_replicas_that_change_the_module(self):

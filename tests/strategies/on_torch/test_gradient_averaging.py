@@ -21,7 +21,6 @@ import strategies
 import strategies.torch
 from collectives import LayoutMismatchError
 from strategies import DisagreementError, StrategyError
-from strategies.torch.replicas.generators import drawing_from
 
 REPLICAS = 2
 STREAMS = [{}, {"stream_gradients": True}]
@@ -84,6 +83,49 @@ def another_head(module, instance):
 
 def another_frozen_layer(module, instance):
     module.append(nn.PReLU(init=instance).requires_grad_(False))
+
+
+class Turning(nn.Module):
+    """A module with complex parameters, whose gradients are conjugated only when they are read."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.large = nn.Parameter(torch.randn(64, 1100, dtype=torch.complex64))
+        self.small = nn.Parameter(torch.randn(1, dtype=torch.complex64))
+
+    def forward(self, x):
+        x = x.flatten(1)
+        hidden = (x.to(self.large.dtype) @ self.large).abs().mean(1)
+        return hidden + x.mean() * ((self.large.conj() * 0.5j).real.mean() + (self.small.conj() * 0.5j).real.sum())
+
+
+class TestComplexParameters:
+    @pytest.mark.parametrize("options", STREAMS)
+    def test_means_are_those_of_a_trainer(self, options, on_instances):
+        module = Turning()
+        expected = by_trainer(module, square)
+        assert on_instances(REPLICAS, REPLICAS, lambda one: looped(one, module, square, **options)) == [expected] * 2
+
+    def test_means_on_a_device_are_those_of_a_trainer(self, on_path):
+        module = Turning()
+        expected = by_trainer(module, square)
+        found = on_path("compiled", REPLICAS, REPLICAS, lambda one: looped(one, module, square))
+        assert found == [expected] * REPLICAS
+
+    @pytest.mark.parametrize("instances", [1, 2])
+    def test_weighted_means_are_the_same_for_every_number_of_instances(self, instances, on_instances):
+        module = Turning()
+
+        def run(strategy):
+            own, model = distributed(strategy, module)
+            local = strategy.local_replicas
+            of_step = data()["x"][:4][2 * local.start : 2 * local.stop]
+            model.backward(lambda x: strategies.Outcome(square(model, x), weight=float(x[0, 0, 0].abs())), of_step)
+            return strategies.fingerprint([one.grad.numpy() for one in own.parameters()])
+
+        [expected] = on_instances(1, REPLICAS, run)
+        assert on_instances(instances, REPLICAS, run) == [expected] * instances
 
 
 class TestTrainedLayers:
@@ -251,14 +293,14 @@ class TestAutogradGrad:
 class Reentrant(nn.Module):
     """A module that computes its first layers and others again in backward passes of their own."""
 
-    def __init__(self, use_reentrant):
+    def __init__(self, use_reentrant, rate=0.5):
         super().__init__()
-        self.use_reentrant = use_reentrant
+        self.use_reentrant, self.rate = use_reentrant, rate
         self.first, self.second, self.last = nn.Linear(64, 1100), nn.Linear(1100, 1100), nn.Linear(1100, 5)
 
     def forward(self, x):
         x = x.flatten(1).requires_grad_(True)
-        x = checkpoint(lambda x: F.dropout(self.first(x).tanh(), 0.5), x, use_reentrant=self.use_reentrant)
+        x = checkpoint(lambda x: F.dropout(self.first(x).tanh(), self.rate), x, use_reentrant=self.use_reentrant)
         return self.last(checkpoint(self.second, x, use_reentrant=self.use_reentrant))
 
 
@@ -266,18 +308,36 @@ class TestCheckpointing:
     @pytest.mark.parametrize("options", STREAMS)
     def test_checkpointing_inside_the_module_is_one_backward_pass(self, options, on_instances):
         torch.manual_seed(0)
-        module = Reentrant(use_reentrant=True)
+        module = Reentrant(use_reentrant=True, rate=0)  # threads share the generator that checkpoints set back
 
         def run(strategy, use_reentrant):
             own, model = distributed(strategy, module, **options)
             own.use_reentrant = use_reentrant
             for step in range(2):
-                with drawing_by(torch.Generator()):  # threads share the generator of the process
-                    square(model, rows(strategy, step)).backward()
+                square(model, rows(strategy, step)).backward()
             return [one.grad.clone() for one in own.parameters()]
 
         expected = on_instances(REPLICAS, REPLICAS, lambda strategy: run(strategy, False))[0]
         for found in on_instances(REPLICAS, REPLICAS, lambda strategy: run(strategy, True)):
+            assert all(map(torch.equal, found, expected))
+
+    @pytest.mark.parametrize("instances", [1, 2])
+    def test_checkpoints_in_turns_draw_the_same_numbers_again(self, instances, on_instances):
+        torch.manual_seed(0)
+        module = Reentrant(use_reentrant=True)
+
+        def run(strategy, use_reentrant):
+            own, model = distributed(strategy, module)
+            own.use_reentrant = use_reentrant
+            for step in range(2):
+                own.zero_grad()
+                local = strategy.local_replicas
+                of_step = data()["x"][4 * step : 4 * step + 4]
+                model.backward(lambda x: square(model, x), of_step[2 * local.start : 2 * local.stop])
+            return [one.grad.clone() for one in own.parameters()]
+
+        expected = on_instances(1, REPLICAS, lambda strategy: run(strategy, False))[0]
+        for found in on_instances(instances, REPLICAS, lambda strategy: run(strategy, True)):
             assert all(map(torch.equal, found, expected))
 
     def test_one_replica_counts_one_step(self):
@@ -348,9 +408,9 @@ class TestRandomNumbers:
     def test_a_model_inside_a_module_leaves_random_numbers_of_the_module_alone(self):
         inner = strategies.torch.DistributedModel(new_module("mlp"), strategies.IPUStrategy(1))
         outer = nn.Sequential(inner, nn.Dropout(0.5))
-        with strategies.torch.replicas.generators.drawing_from(3):
-            outer(data()["x"])
-            after = torch.rand(3)
+        torch.manual_seed(3)
+        outer(data()["x"])
+        after = torch.rand(3)
         torch.manual_seed(3)
         F.dropout(torch.zeros(48, 5), 0.5)
         assert torch.equal(after, torch.rand(3))
@@ -672,7 +732,7 @@ class TestMemory:
             trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, square, optimizer, **options)
             trainer.step(data()["x"][:4])
             local = trainer._engine._local
-            held = [weakref.ref(one) for one in (trainer, trainer._training, local, *local.runs, module)]
+            held = [weakref.ref(one) for one in (trainer, trainer._training, local, *local._contributions, module)]
             return held, list(local._threads._threads)
 
         def freed():

@@ -35,8 +35,8 @@ import strategies.torch
 from collectives import CollectiveError
 from strategies import DisagreementError, StrategyError
 from strategies.torch.lightning import PopDistLightningStrategy
-from strategies.torch.lightning.attribute_states import AttributeStates
 from strategies.torch.lightning.replica_loader import Deal
+from strategies.torch.replicas.attributes import Attributes
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::RuntimeWarning"
@@ -220,9 +220,10 @@ def test_numbers_that_differ_between_replicas_have_no_value_in_hooks(on_instance
 def after_steps(kind):
     """Return a module after steps of two replicas, which have assigned an attribute of a kind."""
     module = Line()
-    states = AttributeStates(module)
+    attributes = Attributes(module)
+    attributes.begin(range(2))
     for replica in range(2):
-        with states.of(replica):
+        with attributes.of(replica):
             module.seen = kind(replica)
     return module
 

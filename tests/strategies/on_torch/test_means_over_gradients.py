@@ -66,7 +66,7 @@ def test_a_trainer_shows_the_mean_in_the_memory_of_the_first_local_gradient(inst
     def train(strategy):
         module = copy.deepcopy(MODULE)
         completed = addresses_in(module[3].weight)
-        trainer = sgd_trainer(strategy, module, square, verify_steps=0)
+        trainer = sgd_trainer(strategy, module, square)
         trainer.step(data()["x"][: 2 * len(strategy.local_replicas)])
         assert module[3].weight.grad.data_ptr() in completed
         assert bytes_of_means(trainer._engine._local.exchange) <= SMALL + (64 + 2) * 600 * 4 + 1000
@@ -84,7 +84,7 @@ def test_a_program_may_write_gradients_while_another_instance_updates(on_instanc
 
     def train(strategy):
         module = copy.deepcopy(MODULE)
-        trainer = sgd_trainer(strategy, module, square, verify_steps=0)
+        trainer = sgd_trainer(strategy, module, square)
         if strategy.instance_index == 1:
             trainer.optimizer.register_step_pre_hook(await_other)
         trainer.step(rows(strategy))

@@ -17,9 +17,8 @@ import strategies.torch.poptorch as poptorch
 from strategies import StrategyError
 from strategies.defaults import Defaults
 from strategies.torch.options import TorchOptions
+from strategies.torch.replica_memory import HOST, ReplicaMemory, as_device, chosen, count_of
 from strategies.torch.replicas.generators import drawing_from
-from strategies.torch.replica_memory import ReplicaMemory, as_device, chosen, count_of
-from strategies.torch.replica_modules import ReplicaModule
 from strategies.torch.training import move, move_state
 
 REPLICAS = 4
@@ -97,19 +96,14 @@ def test_replicas_take_turns_on_a_device_with_the_parameters_of_the_module():
         module.weight.fill_(2)
         module.bias.fill_(1)
     assert trainer.step(torch.ones(REPLICAS, 2))["loss"] == 25.0, "of the parameters as they are now"
-    assert most == [True] * REPLICAS
+    assert most == [True] * (REPLICAS + 1), "one replica computes at a time, and the first one once more to compare"
     assert all(one == own for one in parameters)
 
 
-def test_a_replica_has_parameters_buffers_and_rows_on_its_device():
+def test_a_replica_has_its_rows_on_the_device_of_the_module():
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).to(META)
-    memory = ReplicaMemory(module, META)
-    copied = ReplicaModule(memory, 0, 1)
-    memory.follow()
-    copied.follow()
-    assert {one.device for one in (*copied.module.parameters(), *copied.module.buffers())} == {META}
-    assert {*map(id, copied.module.parameters())}.isdisjoint(map(id, module.parameters())), "gradients of their own"
-    assert copied.module(memory.put({"x": torch.ones(4, 2)})["x"]).device == META
+    memory = ReplicaMemory(META)
+    assert module(memory.put({"x": torch.ones(4, 2)})["x"]).device == META
 
 
 class TestTheDevice:
@@ -194,24 +188,19 @@ class TestTheDevice:
 
 
 class TestRandomNumbers:
-    @pytest.mark.parametrize(
-        ("arguments", "named", "expected"),
-        [
-            (([2, 3],), {}, True),
-            (([2, 3],), {"device": META}, False),
-            ((torch.ones(2),), {}, True),
-            ((torch.ones(2, device=META), 0.5), {}, False),
-            ((torch.ones(2, device=META),), {"device": "cpu"}, True),
-        ],
-    )
-    def test_calls_on_a_device_do_not_draw_on_the_cpu(self, arguments, named, expected):
-        assert draws_on_cpu(arguments, named) is expected
-
-    def test_drawing_on_a_device_leaves_the_generator_of_the_thread_alone(self):
-        with drawing_from(7):
+    def test_drawing_on_a_device_leaves_the_generator_of_the_cpu_alone(self):
+        with drawing_from(7, HOST):
             torch.empty(3, device=META).uniform_()
             drawn = torch.rand(5)
         assert torch.equal(drawn, torch.rand(5, generator=torch.Generator().manual_seed(7)))
+
+    def test_the_program_goes_on_as_if_nothing_had_been_drawn(self):
+        torch.manual_seed(5)
+        expected = torch.rand(2)
+        torch.manual_seed(5)
+        with drawing_from(7, HOST):
+            torch.rand(9)
+        assert torch.equal(torch.rand(2), expected)
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU of CUDA")
     def test_kernels_that_use_the_default_cuda_generator_draw_the_same_per_replica(self):
@@ -219,11 +208,11 @@ class TestRandomNumbers:
         layers = nn.GRU(3, 3, num_layers=2, dropout=0.5).cuda()
         rows = torch.ones(4, 2, 3, device="cuda")
 
-        def drawn(replica):
-            with drawing_from(7, rows.device, replica):
+        def drawn():
+            with drawing_from(7, rows.device):
                 return layers(rows)[0]
 
-        assert torch.equal(drawn(0), drawn(1))
+        assert torch.equal(drawn(), drawn())
 
 
 COMPILED = Defaults(exchange="compiled")

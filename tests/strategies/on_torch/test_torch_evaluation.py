@@ -16,8 +16,8 @@ import strategies
 import strategies.torch
 from strategies import DisagreementError
 from strategies.jax.replicas.devices import THREADS
-from strategies.torch.inference import InferenceReplicas
 from strategies.torch.replica_memory import ReplicaMemory
+from strategies.torch.replicas.inference import InferenceTurns
 
 REPLICAS = 4
 ROWS = 43  # divisible by neither replicas nor batches
@@ -78,19 +78,24 @@ def test_own_batches_of_the_program_can_end_with_a_shorter_one(module):
     assert found["loss"] == pytest.approx(loss_fn(own, rows())[0].item(), abs=1e-6)
 
 
-def test_threads_end_when_the_trainer_is_closed_and_restart(module):
-    trainer = sgd_trainer(strategies.IPUStrategy(2), copy.deepcopy(module))
+def test_threads_of_steps_end_when_the_trainer_is_closed_and_restart(module):
+    """Replicas whose layers wait for each other have threads. An evaluation needs none."""
+    own = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(module))
+    trainer = sgd_trainer(strategies.IPUStrategy(2), own, lr=0.0)
 
     def new_threads() -> set[threading.Thread]:
         """Return the new threads of replicas; the garbage collector may end those of an earlier test meanwhile."""
         return {thread for thread in threading.enumerate() if thread.name.startswith(THREADS)} - before
 
-    before, found = set(threading.enumerate()), []
+    before, found, before_steps = set(threading.enumerate()), [], copy.deepcopy(own.state_dict())
     for _ in range(2):
         found.append(trainer.evaluate([rows()])["loss"])
+        assert not new_threads()
+        trainer.step(data(4))
         assert new_threads()
         trainer.close()
         assert not new_threads()
+        own.load_state_dict(before_steps)
     assert found[0] == found[1]
 
 
@@ -143,7 +148,7 @@ def test_standing_replicas_follow_changes_of_the_program_between_calls():
     module = Apply(lambda self, x: x * self.weight * self.factor + self.shift, weight=nn.Parameter(torch.ones(1)),
                    shift=torch.zeros(1))  # fmt: skip
     module.factor = 1.0
-    replicas = InferenceReplicas(strategies.IPUStrategy(2).replicas, ReplicaMemory(module), lambda own, x: own(x), 0)
+    replicas = InferenceTurns(strategies.IPUStrategy(2).replicas, module, ReplicaMemory(), lambda own, x: own(x), 0)
 
     def called():
         [of_replicas] = replicas([[torch.ones(1), torch.ones(1)]], 0)

@@ -36,9 +36,9 @@ def held_by(trainer, batch):
         "variables": sum(each.nbytes for each in trainer.module.parameters()),
         "optimizer state": sum(each.nbytes for each in state),
         "model state": sum(each.nbytes for each in trainer.module.buffers()),
-        "buffers of replicas": sum(each.nbytes for run in local.runs for each in run.copy.module.buffers()),
+        "buffers at the beginning": sum(one.value.nbytes for one in local._state._kept.values()),
         "residuals": sum(each.nbytes for of_run in trainer._training.residuals for each in of_run),
-        "gradients": sum(a.nbytes for run in local.runs for n in buckets for a in run.contribution.arrays(n)),
+        "gradients": sum(a.nbytes for own in local._contributions for n in buckets for a in own.arrays(n)),
         "means": sum(a.nbytes for a in results) + (0 if of_payload is None else of_payload.nbytes),
         "batch": sum(leaf.nbytes for leaf in jax.tree.leaves(batch)),
     }

@@ -66,7 +66,8 @@ def test_the_digest_depends_on_every_setting():
         own = copy.deepcopy(module)
         optimizer = torch.optim.Adam(own.parameters(), 0.1)
         change(own, optimizer)
-        return [StepSettings(list(own.parameters()), optimizer).word(step) for step in range(8)]
+        settings, parameters = StepSettings(optimizer), list(own.parameters())
+        return [settings.word(step, parameters) for step in range(8)]
 
     changes = [
         lambda own, optimizer: None,
@@ -84,7 +85,8 @@ def test_the_digest_depends_on_every_setting():
 
 @pytest.mark.parametrize("replicas", [1, 3, 7, 255, 1024])
 def test_digests_of_replicas_differ_if_one_replica_differs(replicas):
-    words = [float(StepSettings([], torch.optim.SGD([torch.zeros(1)], 0.1)).word(step)) for step in range(9)]
+    settings = StepSettings(torch.optim.SGD([torch.zeros(1)], 0.1))
+    words = [float(settings.word(step, [])) for step in range(9)]
     for word in words:
         mean = torch.tensor([[word, word * word]] * replicas).sum(0) / replicas
         assert not settings_differ(*mean.tolist())
