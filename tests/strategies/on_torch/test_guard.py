@@ -477,6 +477,58 @@ def holding_a_network(self, x):
     return self.last(self.state[0](x).detach())
 
 
+def freezing(self, x):
+    self.state += 1
+    self.last.bias.requires_grad_(self.state < 3)
+    return self.last(x)
+
+
+def replacing(self, x):
+    self.state = nn.Tanh()
+    return self.state(self.last(x))
+
+
+class Once:
+    """A hook that removes itself."""
+
+    def __init__(self, layer):
+        self.handle = layer.register_forward_hook(self)
+
+    def __call__(self, layer, given, output):
+        self.handle.remove()
+        return output * 2
+
+
+def hook_that_removes_itself(module):
+    Once(module[0])
+    return classify
+
+
+def previous_features(module):
+    """Compare with the features of the pass before."""
+    seen = []
+    module[1].register_forward_hook(lambda layer, given, output: seen.append(output))
+
+    def loss(module, batch):
+        found = classify(module, batch)
+        return found if len(seen) < 2 else found + 0.1 * (seen[-1] - seen[-2].detach()).square().mean()
+
+    return loss
+
+
+def moved_after_use(module):
+    """Move a teacher through `data`, which PyTorch does not count, after it was used."""
+    teacher = copy.deepcopy(module).requires_grad_(False)
+
+    def loss(module, batch):
+        found = F.mse_loss(module(batch["x"]), teacher(batch["x"]))
+        for one, other in zip(teacher.parameters(), module.parameters(), strict=True):
+            one.data.mul_(0.9).add_(other.data + 0.1, alpha=0.1)
+        return found
+
+    return loss
+
+
 def scripted():
     return torch.jit.script(with_norm())
 
@@ -505,6 +557,11 @@ REFUSED = [
     Program("a clock", with_loss(clock), TWICE),
     Program("a hook with a state", with_loss(grown_gradient), f"{TWICE}, and the gradient of 0.weight"),
     Program("a graph of another pass", with_loss(fails_twice), "second time"),
+    Program("a hook that removes itself", with_loss(hook_that_removes_itself), TWICE),
+    Program("features of the pass before", with_loss(previous_features), TWICE),
+    Program("a teacher that moves after its use", with_loss(moved_after_use), TWICE),
+    Program("a layer that forward freezes", of_forward(int, freezing), r"forward pass has frozen last\.bias"),
+    Program("a layer that forward replaces", of_forward(nn.ReLU, replacing), "added, removed or replaced a part"),
     Program("a table of bounded norm", max_norm, WRITTEN),
     Program("weights that forward clips", of_forward(int, clipped), WRITTEN),
     Program("a list in a list", of_forward(lambda: [[1.0]], nested), TWICE),
@@ -536,7 +593,8 @@ def test_programs_that_depend_on_the_spread_are_refused_on_all_instances(program
             assert re.search(program.refused, said), said
 
 
-ONE_REPLICA = [one for one in REFUSED if one.name not in ("a graph of another pass", "a clock")]
+NEVER = ("a graph of another pass", "a clock", "a layer that forward freezes", "a layer that forward replaces")
+ONE_REPLICA = [one for one in REFUSED if one.name not in NEVER]
 
 
 @pytest.mark.parametrize("program", ONE_REPLICA, ids=str)
