@@ -141,12 +141,20 @@ class Attributes:
         self._others = _OF_PYTORCH | frozenset(left_out)
         apart = *apart, torch.jit.ScriptModule
         self._module, self._apart = module, apart
+        self._attributes: list[dict[str, Tree]] = []
+        self._assigned: dict[tuple[int, str], _Assigned] = {}  # by the module's number and the attribute's name
         self.follow()
 
     def follow(self) -> None:
-        """Find the submodules that the module has now."""
+        """Find the submodules that the module has now. Those that it had before keep the values of replicas."""
+        before = self._attributes
         self._attributes = [vars(one) for one in self._module.modules() if not isinstance(one, self._apart)]
-        self._assigned: dict[tuple[int, str], _Assigned] = {}  # by the module's number and the attribute's name
+        places = {id(one): number for number, one in enumerate(self._attributes)}
+        self._assigned = {
+            (places[id(before[number])], name): values
+            for (number, name), values in self._assigned.items()
+            if id(before[number]) in places
+        }
 
     # ---- all at once
 

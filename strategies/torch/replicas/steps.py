@@ -28,7 +28,6 @@ from strategies.torch.on_device.exchange import DeviceExchange
 from strategies.torch.options import TorchOptions
 from strategies.torch.pipelines.run import PipelineRun
 from strategies.torch.replicas.groups import ReplicaRows
-from strategies.torch.replicas.attributes import Attributes
 from strategies.torch.replicas.passes import LossFunction, PassesOfReplica, ReplicaPasses
 from strategies.torch.replicas.state import Changes
 from strategies.torch.replicas.sync_batch_norm import Seat, sync_layers_of
@@ -129,9 +128,9 @@ class LocalReplicas:
         self._of_all, self._instances = replicas.num_replicas_in_sync, instances
         self._instruments = replicas.instruments
         self._streams = options.streams_over(replicas) and not instances
-        attributes = Attributes(self._module)
+        training.attributes.follow()
         self._turns = ReplicaTurns[ResultsOfTurn](
-            self._module, training.watch, training.buffers, attributes, self._of_all
+            self._module, training.watch, training.buffers, training.attributes, self._of_all
         )
         self._state, self.guard = self._turns.state, self._turns.guard
         self._rows = [ReplicaRows(self._module, replica, self._of_all) for replica in self.replicas]
