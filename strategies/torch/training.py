@@ -16,9 +16,6 @@ from strategies.exchange.int8 import Int8Layout
 from strategies.jax.replicas.replicas import Replicas
 from strategies.jax.replicas.shards import rows_of_replicas
 from strategies.loss_scaling import LossScale
-from strategies.torch.replicas.attributes import Attributes
-from strategies.torch.replicas.buffers import ModelBuffers
-from strategies.torch.replicas.module_parts import ModuleWatch
 from strategies.torch.optimizer_arrays import (
     GROUPS,
     PARAMS,
@@ -33,6 +30,9 @@ from strategies.torch.optimizer_arrays import (
 )
 from strategies.torch.options import TorchOptions
 from strategies.torch.replica_memory import HOST, ReplicaMemory
+from strategies.torch.replicas.attributes import Attributes
+from strategies.torch.replicas.buffers import ModelBuffers
+from strategies.torch.replicas.module_parts import ModuleWatch
 from strategies.torch.replicas.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import as_array, as_tensor, host_array, real_view
 from strategies.torch.updates import ShardedTorchUpdate, TorchUpdate

@@ -166,9 +166,7 @@ def _evaluating(module: torch.nn.Module) -> Iterator[None]:
             one.training = mode
 
 
-def _written(
-    slots: Sequence[Slot], before: Sequence[tuple[torch.Tensor, int]]
-) -> Iterator[tuple[int, torch.Tensor]]:
+def _written(slots: Sequence[Slot], before: Sequence[tuple[torch.Tensor, int]]) -> Iterator[tuple[int, torch.Tensor]]:
     for number, (slot, (tensor, version)) in enumerate(zip(slots, before, strict=True)):
         if not slot.is_parameter and (slot.tensor is not tensor or tensor._version != version):
             yield number, slot.tensor.detach().clone()

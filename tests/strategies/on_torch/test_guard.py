@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from copies import by_copies
-from idiom import CLASSES, FEATURES, WORDS, Apply, Idiom, bits_of, by_trainer, classify, drawn, read, rows_of
+from idiom import CLASSES, FEATURES, WORDS, Apply, Idiom, bits_of, by_trainer, classify, drawn, read
 from torch import nn
 from torch_modules import sgd_trainer
 
