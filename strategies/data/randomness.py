@@ -18,6 +18,8 @@ from strategies.typing import Data, Element
 
 _WORD = 2**32  # NumPy's global generator takes seeds of 32 bits
 _IN_BETWEEN = np.random.PCG64(0)
+_of_numpy = mtrand._rand
+"""NumPy's global generator, from which `np.random.rand` and others draw."""
 _unused: list[np.random.MT19937] = []
 drawing = threading.RLock()
 """Held by a thread while it draws from global generators that it has seeded."""
@@ -67,7 +69,7 @@ def lifted() -> GeneratorStates:
     torch = _generator_of_torch()
     with drawing:
         of_numpy = mtrand.get_bit_generator()
-        mtrand.set_bit_generator(_IN_BETWEEN)
+        _of_numpy._bit_generator = _IN_BETWEEN  # not by set_bit_generator, which drops the normal number
         normal = np.random.get_state(legacy=False)  # noqa: NPY002 - a small state, because the bits are elsewhere
         mtrand.set_bit_generator(_unused.pop() if _unused else np.random.MT19937(0))
     return GeneratorStates(random.getstate(), of_numpy, normal, None if torch is None else torch.get_state())
@@ -79,9 +81,10 @@ def lay(states: GeneratorStates) -> None:
     with drawing:
         if isinstance(now := mtrand.get_bit_generator(), np.random.MT19937):
             _unused.append(now)
-        mtrand.set_bit_generator(_IN_BETWEEN)
-        np.random.set_state(states.normal)  # noqa: NPY002
         mtrand.set_bit_generator(states.of_numpy)
+        _of_numpy._bit_generator = _IN_BETWEEN
+        np.random.set_state(states.normal)  # noqa: NPY002
+        _of_numpy._bit_generator = states.of_numpy
     torch = _generator_of_torch()
     if torch is not None and states.of_torch is not None:
         torch.set_state(states.of_torch)

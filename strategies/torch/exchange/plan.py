@@ -270,5 +270,6 @@ def refuse_gradients_of_some(
         lacking = replicas_where(members, [not one for one in seen(some[0])], "who lacks a gradient")
         raise StrategyError(
             f"{plan.parameters[some[0]].name} has no gradient on the replicas {lacking}, and one on the others; let "
-            f"the loss of every replica depend on it, if only by 0 * parameter.sum(){more}"
+            f"the loss of every replica depend on it, if only by 0 * parameter.sum(){more}; or count the missing "
+            'gradients as zeros, as missing_gradients="zero" does'
         )

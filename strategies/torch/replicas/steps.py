@@ -26,7 +26,6 @@ from strategies.torch.exchange.interface import GradientExchange
 from strategies.torch.exchange.plan import Told
 from strategies.torch.options import TorchOptions
 from strategies.torch.pipelines.run import PipelineRun
-from strategies.torch.replicas.attributes import Attributes
 from strategies.torch.replicas.groups import ReplicaRows
 from strategies.torch.replicas.meetings import ReplicaMeetings, adding_over
 from strategies.torch.replicas.module_parts import Slot
@@ -128,9 +127,9 @@ class LocalReplicas:
         self._of_all, self._instances = replicas.num_replicas_in_sync, instances
         self._instruments = replicas.instruments
         self._streams = options.streams_over(replicas) and not instances
-        attributes = Attributes(self._module)
+        training.attributes.follow()
         self._turns = ReplicaTurns[ResultsOfTurn](
-            self._module, training.watch, training.buffers, attributes, self._of_all
+            self._module, training.watch, training.buffers, training.attributes, self._of_all
         )
         self._state, self.guard = self._turns.state, self._turns.guard
         self.rows = [ReplicaRows(self._module, replica, self._of_all) for replica in self.replicas]
