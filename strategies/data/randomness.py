@@ -7,16 +7,19 @@ import random
 import struct
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.random import mtrand
 
 from strategies.typing import Data, Element
 
 _WORD = 2**32  # NumPy's global generator takes seeds of 32 bits
 _IN_BETWEEN = np.random.PCG64(0)
+_of_numpy = mtrand._rand
+"""NumPy's global generator, from which `np.random.rand` and others draw."""
 _unused: list[np.random.MT19937] = []
 drawing = threading.RLock()
 """Held by a thread while it draws from global generators that it has seeded."""
@@ -54,7 +57,7 @@ class GeneratorStates(NamedTuple):
 
     of_python: tuple[object, ...]
     of_numpy: np.random.BitGenerator
-    normal: Mapping[str, object]
+    normal: dict[str, Any]
     of_torch: _State | None
 
 
@@ -65,10 +68,10 @@ def lifted() -> GeneratorStates:
     """
     torch = _generator_of_torch()
     with drawing:
-        of_numpy = np.random.get_bit_generator()
-        np.random.set_bit_generator(_IN_BETWEEN)
+        of_numpy = mtrand.get_bit_generator()
+        _of_numpy._bit_generator = _IN_BETWEEN  # not by set_bit_generator, which drops the normal number
         normal = np.random.get_state(legacy=False)  # noqa: NPY002 - a small state, because the bits are elsewhere
-        np.random.set_bit_generator(_unused.pop() if _unused else np.random.MT19937(0))
+        mtrand.set_bit_generator(_unused.pop() if _unused else np.random.MT19937(0))
     return GeneratorStates(random.getstate(), of_numpy, normal, None if torch is None else torch.get_state())
 
 
@@ -76,11 +79,12 @@ def lay(states: GeneratorStates) -> None:
     """Give the global generators the states that `lifted` has taken away."""
     random.setstate(states.of_python)
     with drawing:
-        if isinstance(now := np.random.get_bit_generator(), np.random.MT19937):
+        if isinstance(now := mtrand.get_bit_generator(), np.random.MT19937):
             _unused.append(now)
-        np.random.set_bit_generator(_IN_BETWEEN)
+        mtrand.set_bit_generator(states.of_numpy)
+        _of_numpy._bit_generator = _IN_BETWEEN
         np.random.set_state(states.normal)  # noqa: NPY002
-        np.random.set_bit_generator(states.of_numpy)
+        _of_numpy._bit_generator = states.of_numpy
     torch = _generator_of_torch()
     if torch is not None and states.of_torch is not None:
         torch.set_state(states.of_torch)

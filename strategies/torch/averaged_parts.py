@@ -10,17 +10,20 @@ import torch
 from strategies.errors import StrategyError
 from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.agreement import order_of, put_in_order, told_order
-from strategies.torch.gradient_exchange import Parameter, Tail, TorchGradientPlan
+from strategies.torch.exchange.device import DeviceExchange
+from strategies.torch.exchange.host import HostExchange
+from strategies.torch.exchange.interface import GradientExchange
+from strategies.torch.exchange.paths import path_of_loops
+from strategies.torch.exchange.plan import Parameter, Tail, TorchGradientPlan
 from strategies.torch.gradient_hooks import GradientHooks
 from strategies.torch.local_gradients import LocalGradients
 from strategies.torch.loop_agreement import LoopAgreement
 from strategies.torch.loop_buffers import LoopBuffers
-from strategies.torch.loop_exchange import HostLoopExchange, LoopExchange
-from strategies.torch.replicas.buffers import ModelBuffers
-from strategies.torch.replicas.module_parts import ModuleWatch, Slot
-from strategies.torch.on_device.device_loop_exchange import DeviceLoopExchange
-from strategies.torch.on_device.paths import path_of_loops
 from strategies.torch.options import TorchOptions
+from strategies.torch.replica_memory import ReplicaMemory
+from strategies.torch.replicas.buffers import ModelBuffers
+from strategies.torch.replicas.groups import GroupRow
+from strategies.torch.replicas.module_parts import ModuleWatch, Slot
 from strategies.torch.tensors import dtype_of
 from strategies.torch.training import received_tensors, refuse_modules, take_over
 from strategies.torch.updates import refuse_float16
@@ -70,7 +73,7 @@ class AveragedParts:
         self.numbers: dict[int, int] = {}
         self.slots: Sequence[Slot] = ()
         self.known: set[int] = set()
-        self.exchange: LoopExchange | None = None
+        self.exchange: GradientExchange | None = None
         self.is_behind = self.leaves_early = False
         hooks.follow(self.watch.named)
 
@@ -153,7 +156,7 @@ class AveragedParts:
             return "gradients on a device are exchanged when the backward pass has ended; leave stream_gradients out"
         return ""
 
-    def _exchange_of(self, parameters: tuple[Parameter, ...]) -> LoopExchange:
+    def _exchange_of(self, parameters: tuple[Parameter, ...]) -> GradientExchange:
         """Return the exchange for these parameters. Collective."""
         communicator, count = self._replicas.communicator, self._replicas.num_replicas_in_sync
         title = "gradients" if self.number == 1 else f"gradients of model {self.number}"
@@ -161,10 +164,11 @@ class AveragedParts:
         is_one_each = 1 < count == communicator.size
         path = path_of_loops(self._replicas, self.device, self._obstacle) if is_one_each else None
         if path is not None:
-            return DeviceLoopExchange(plan, communicator, path, self.device)
+            return DeviceExchange(plan, NAMES, path, ReplicaMemory(self.device), communicator)
         tail, local = Tail.size(len(NAMES), len(parameters), len(self.buffers.slots)), self._replicas.local_replicas
         whole = replace(plan, streams=self._options.streams_over(self._replicas), tail=tail)
-        return HostLoopExchange(whole, NAMES, communicator, count, len(local))
+        rows: list[dict[int, GroupRow]] = [{} for _ in local]
+        return HostExchange(whole, NAMES, communicator, count, rows, communicator.allocate, not whole.is_cut)
 
     # ---- changes of the module
 

@@ -15,7 +15,7 @@ import torch
 
 from collectives import Communicator
 from strategies.errors import StrategyError, WeightError
-from strategies.torch.gradient_exchange import TorchGradientPlan
+from strategies.torch.exchange.plan import TorchGradientPlan
 from strategies.torch.outcomes import weighted_loss
 from strategies.torch.pass_weights import Weighing
 

@@ -17,19 +17,19 @@ from strategies.argument_checks import at_least, positive
 from strategies.core.weights import ERROR
 from strategies.errors import StrategyError
 from strategies.strategy import Strategy
+from strategies.torch.exchange.determinism import use_deterministic_operations
 from strategies.torch.gradient_averaging import GradientAveraging
 from strategies.torch.loop_state import LoopState
 from strategies.torch.memory import keep_freed_memory
-from strategies.torch.replicas.module_parts import refuse_to_be_compiled
-from strategies.torch.on_device.determinism import use_deterministic_operations
 from strategies.torch.options import Aggregation, TorchOptions
 from strategies.torch.outcomes import is_asked_for, number_of, one_of, refuse_losses, states_to
+from strategies.torch.replica_turns import LoopTurns, LossOfBatch
 from strategies.torch.replicas.attributes import Attributes
 from strategies.torch.replicas.generators import has_baton
 from strategies.torch.replicas.groups import groups_of
-from strategies.torch.replica_turns import LossOfBatch, LoopTurns
-from strategies.torch.scripted_modules import stop_profiling
+from strategies.torch.replicas.module_parts import refuse_to_be_compiled
 from strategies.torch.replicas.sync_batch_norm import refuse_to_join, sync_layers_of
+from strategies.torch.scripted_modules import stop_profiling
 from strategies.torch.training import refuse_modules
 from strategies.typing import Batch, Number, Tree
 
@@ -169,9 +169,10 @@ class DistributedModel(torch.nn.Module):
 
         Raises:
             StrategyError: Inside `no_sync` or after a pass in it. If an instance has several replicas and the module
-                has a SyncBatchNorm. If a gradient exists on some replicas only, unless `missing_gradients` is "zero", or
-                is gone after the pass. If a forward pass changes the parts of the module. On all instances, if a
-                replica that computes again in step 1, 2, 4, 8 and so on gets another loss, gradient or buffer.
+                has a SyncBatchNorm. If a gradient exists on some replicas only, unless `missing_gradients` is "zero".
+                If a gradient is gone after the pass. If a forward pass changes the parts of the module. On all
+                instances, if a replica that computes again in step 1, 2, 4, 8 and so on gets another loss, gradient or
+                buffer.
             TypeError: If the loss is no scalar tensor.
             ValueError: If the batch cannot be divided evenly among the local replicas.
             WeightError: On all instances, if weights of losses have no mean; see `weighted_backward`.

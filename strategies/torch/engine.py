@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import final
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from typing_extensions import override
 
 import strategies.trees as trees
-from strategies.core.agreement import broadcast_text, insist_on_agreement
+from strategies.core.agreement import insist_on_agreement
 from strategies.core.digest import insist_on_same_bits
 from strategies.core.distributions import Layers
 from strategies.core.engine import Arrived, Buffers, Engine
@@ -44,27 +43,22 @@ from strategies.torch.agreement import (
 )
 from strategies.torch.collated import CollatedBatch
 from strategies.torch.evaluation import TorchRows
-from strategies.torch.gradient_exchange import (
-    GradientExchange,
-    Parameter,
-    Tail,
-    TorchGradientPlan,
-    refuse_gradients_of_some,
-)
+from strategies.torch.exchange.device import DeviceExchange
+from strategies.torch.exchange.host import HostExchange
+from strategies.torch.exchange.interface import GradientExchange
+from strategies.torch.exchange.paths import path_for
+from strategies.torch.exchange.plan import Parameter, Tail, TorchGradientPlan, refuse_gradients_of_some
 from strategies.torch.layers import layers_of, learning_rates_of
 from strategies.torch.memory import plan_memory
-from strategies.torch.replicas.module_parts import Slot
-from strategies.torch.on_device.arithmetic import TorchArithmetic
-from strategies.torch.on_device.buffers import BuffersHere
-from strategies.torch.on_device.exchange import DeviceExchange
-from strategies.torch.on_device.paths import path_for
 from strategies.torch.optimizer_arrays import numbers_of_groups
 from strategies.torch.options import TorchOptions
 from strategies.torch.outcomes import are_weighted
+from strategies.torch.replicas.device_buffers import BuffersHere
 from strategies.torch.replicas.guard import digests_of, refuse_difference
+from strategies.torch.replicas.module_parts import Slot
 from strategies.torch.replicas.passes import LossFunction
-from strategies.torch.replicas.steps import AnyExchange, LocalReplicas, ResultsOfTurn, StepInputs
-from strategies.torch.tensors import dtype_of, host_array, real_view, tensors_of
+from strategies.torch.replicas.steps import LocalReplicas, ResultsOfTurn, StepInputs
+from strategies.torch.tensors import complex_view, dtype_of, host_array, tensors_of
 from strategies.torch.threads import intra_op_threads
 from strategies.torch.training import TorchTraining
 from strategies.torch.unread import UnreadTraining
@@ -97,7 +91,7 @@ class TorchPending:
     is_applied: bool = True
 
     @property
-    def exchange(self) -> AnyExchange:
+    def exchange(self) -> GradientExchange:
         """The exchange of the gradients, known when the first bucket is ready."""
         assert self.local.exchange is not None
         return self.local.exchange
@@ -266,18 +260,21 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         buckets = plan.buckets(not_made, self._writes_over)
         return plan_memory(replicas, training, plan, buckets, batch)
 
-    def _make_exchange(self, names: tuple[str, ...]) -> AnyExchange:
+    def _make_exchange(self, names: tuple[str, ...]) -> GradientExchange:
         """Plan how gradients travel, and allocate the memory of their means. Collective."""
         if are_weighted(names):
             refuse_weights(self._training.module, self._options)
         plan, count = self._gradient_plan(len(names), are_weighted(names)), self._replicas.num_replicas_in_sync
+        local, memory, communicator = self._local, self._training.memory_of_replicas, self._replicas.communicator
+        assert local is not None
+        rows = [one.of_trained for one in local.rows]
         if self._path is not None:
             insist_on_agreement(self._replicas, [{"metrics": ", ".join(names)}])
-            return DeviceExchange(plan, names, self._path, TorchArithmetic(), self._training.memory_of_replicas)
-        memory, communicator = self._training.memory_of_replicas, self._replicas.communicator
+            first, checks = local.replicas.start, self._options.check_numerics
+            return DeviceExchange(plan, names, self._path, memory, communicator, rows, first, checks)
         # `grad` refers to means on the host, and programs write to it; a device gets copies.
         allocate = private_memory if memory.is_on_host else communicator.allocate
-        return GradientExchange(plan, names, communicator, count, allocate, self._writes_over, memory.gpu)
+        return HostExchange(plan, names, communicator, count, rows, allocate, self._writes_over, memory.gpu)
 
     def _gradient_plan(self, metrics: int, has_weights: bool = False) -> TorchGradientPlan:
         """Return the plan of the gradients.
@@ -355,13 +352,14 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
                 "module that loss_fn gets as its first argument"
             )
         if self._options.missing_gradients == ERROR:
-            seen = [one.seen for one in results]
-            refuse_gradients_of_some(plan, tail.has_gradient, lambda number: [one[number] for one in seen], self._replicas)
+            refuse_gradients_of_some(
+                plan, tail.has_gradient, lambda number: [one.seen[number] for one in results], self._replicas
+            )
         pending.values, pending.moving = self._agreed_buffers(exchange, tail, [one.slots for one in results])
         pending.means = [mean if has else None for mean, has in zip(means, tail.has_gradient, strict=True)]
         is_finite = self._is_finite(plan, are_bad, local)
         pending.is_applied = has_weight and is_finite
-        local.give_back()
+        exchange.give_back()
 
         def gradients() -> tuple[Tree, Tree]:
             return self._named(plan, means), plan.shards
@@ -370,7 +368,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         return Arrived(names, tail.metrics, tail.notice, is_finite, gradients, has_weight)
 
     def _received(
-        self, exchange: AnyExchange, scale: float, results: Sequence[ResultsOfTurn]
+        self, exchange: GradientExchange, scale: float, results: Sequence[ResultsOfTurn]
     ) -> tuple[Tail, Sequence[torch.Tensor | None], np.ndarray | None, bool]:
         """Return the results of the exchange.
 
@@ -387,16 +385,10 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             WeightError: On all instances, if weights have no mean.
         """
         checks = self._training.loss_scale is not None or self._options.check_numerics
-        if isinstance(exchange, DeviceExchange):
-            divisors, has_weight = self._divisors(scale, exchange.weight(), results)
-            of_device = exchange.means(*divisors)
-            tail, flags = exchange.arrived(of_device, checks)
-            return tail, of_device, flags if checks else None, has_weight
-        tail = exchange.tail
-        divisors, has_weight = self._divisors(1.0 if exchange.plan.quantised else scale, tail.weight, results)
+        divisors, has_weight = self._divisors(1.0 if exchange.plan.quantised else scale, exchange.weight, results)
         means = exchange.means(*divisors)
-        are_bad = np.array([not bool(torch.isfinite(mean).all()) for mean in means]) if checks else None
-        return tail, self._training.memory_of_replicas.put_means(means), are_bad, has_weight
+        tail, flags = exchange.arrived(means, checks)
+        return tail, self._training.memory_of_replicas.put_means(means), flags if checks else None, has_weight
 
     def _divisors(
         self, scale: float, weight: float | None, results: Sequence[ResultsOfTurn]
@@ -420,7 +412,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         return [scale], False
 
     def _agreed_buffers(
-        self, exchange: AnyExchange, tail: Tail, slots: Sequence[Sequence[Slot]]
+        self, exchange: GradientExchange, tail: Tail, slots: Sequence[Sequence[Slot]]
     ) -> tuple[dict[int, torch.Tensor], frozenset[int]]:
         """Return new values of buffers, and the numbers of the buffers known to change. May be collective."""
         buffers = self._training.buffers
@@ -450,7 +442,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         pairs = list(zip(training.trained, means, strict=True))
         with intra_op_threads(options.intra_op_threads):
             are_whole = training.update.shards is None
-            pairs = [(one, torch.view_as_complex(mean) if mean is not None and one.is_complex() else mean) for one, mean in pairs]
+            pairs = [(one, complex_view(mean) if one.is_complex() else mean) for one, mean in pairs]
             for parameter, mean in pairs:
                 is_whole = are_whole or (mean is not None and mean.shape == parameter.shape)
                 parameter.grad = mean if is_whole else None
@@ -485,7 +477,9 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         if not flags.any() or not self._options.check_numerics:
             return not flags.any()
         number = int(np.flatnonzero(flags)[0])
-        are_bad = [not local.is_finite(place, number) for place in range(len(local.replicas))]
+        exchange, places = local.exchange, range(len(local.replicas))
+        assert exchange is not None
+        are_bad = [not exchange.is_finite(place, number) for place in places]
         replicas = replicas_where(self._replicas, are_bad, "who has a gradient that is not finite")
         raise NonFiniteGradientError(
             f"the gradient of {plan.parameters[number].name} is not finite at step {self._training.step} on the "

@@ -202,7 +202,9 @@ class TorchRows:
         masks = [np.asarray(mask) for mask in np.split(np.asarray(batch.mask), len(local))]
         rows = _without_padding(batch.values, masks)
         own = [{number: each[replica] for number, each in state.buffers.own.items()} for replica in local]
-        turns = InferenceTurns(self._replicas, state.module, state.memory_of_replicas, task, self._seed)
+        turns = InferenceTurns(
+            self._replicas, state.module, state.memory_of_replicas, task, self._seed, attributes=state.attributes
+        )
         [computed] = turns([rows], state.step, own)
         return [told_rows(task.told(one, mask), mask) for one, mask in zip(computed, masks, strict=True)]
 

@@ -18,19 +18,18 @@ from strategies.errors import StrategyError
 from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.averaged_parts import AveragedParts
 from strategies.torch.backward_passes import ModelPass, passes_over
-from strategies.torch.contribution import refuse_to_come_twice
-from strategies.torch.gradient_exchange import Tail, refuse_gradients_of_some
+from strategies.torch.exchange.contribution import refuse_to_come_twice
+from strategies.torch.exchange.plan import Tail, Told, refuse_gradients_of_some
 from strategies.torch.gradient_hooks import GradientHooks
 from strategies.torch.layers import layers_of_loop
-from strategies.torch.loop_exchange import Told
 from strategies.torch.loop_means import LoopMeans, Turn, received_means, refuse_spares
 from strategies.torch.loop_state import LoopState, agree_on_losses, refuse_open_sums
-from strategies.torch.replicas.generators import has_baton
-from strategies.torch.replicas.module_parts import Slot
-from strategies.torch.replicas.state import Changes
 from strategies.torch.options import TorchOptions
 from strategies.torch.outcomes import refuse_where_replicas_meet
 from strategies.torch.pass_weights import divide_by_weight, has_mean, quotient, refuse_lacking
+from strategies.torch.replicas.generators import has_baton
+from strategies.torch.replicas.module_parts import Slot
+from strategies.torch.replicas.state import Changes
 from strategies.torch.replicas.sync_batch_norm import seat_in_loop, sync_layers_of
 from strategies.torch.tensors import tensors_in
 from strategies.typing import Tree
@@ -219,8 +218,8 @@ class GradientAveraging:
         local = len(self._replicas.local_replicas)
         if local > 1 and has_baton():
             raise StrategyError(
-                f"the loss of another model's backward(loss_fn, batch) goes through this {type(self._module).__name__}, "
-                "whose gradients that call cannot average; freeze it meanwhile: call requires_grad_(False) on its "
+                f"the loss of another model's backward(loss_fn, batch) goes through this {type(self._module).__name__},"
+                " whose gradients that call cannot average; freeze it meanwhile: call requires_grad_(False) on its "
                 "module before, and requires_grad_(True) afterwards"
             )
         if local > 1:
@@ -244,7 +243,7 @@ class GradientAveraging:
     def reduce(self, bucket: int) -> None:
         """Exchange one bucket."""
         assert self.parts.exchange is not None
-        self.parts.exchange.reduce(bucket)
+        self.parts.exchange.reduce_early(bucket)
 
     def fill(self, model_pass: ModelPass) -> None:
         """Take the gradients that were not taken during the backward pass."""
@@ -265,7 +264,7 @@ class GradientAveraging:
                 self._take(model_pass, number, gradient)
 
     def _gradients(self, model_pass: ModelPass) -> list[torch.Tensor | None]:
-        return [parameter.grad if id(parameter) in model_pass.came else None for _, parameter in self.parts.named]
+        return [one.grad if id(one) in model_pass.came else None for _, one in self.parts.named]
 
     def conclude(self, model_pass: ModelPass) -> None:
         """Exchange the last bucket, put the means into the gradients, and count the step."""
@@ -337,7 +336,7 @@ class GradientAveraging:
         """Return the numbers that travel behind the gradients of a replica."""
         flags = tuple(gradient is not None for gradient in gradients)
         numbers = is_active, self.parts.is_behind, loss, weight or 0.0, weight is not None
-        return Told(numbers, self.parts.agreement.word(self.loop.step), flags, [float(one) for one in changes])
+        return Told(numbers, self.parts.agreement.word(self.loop.step), flags, changes)
 
     def _apply(
         self,
@@ -422,7 +421,7 @@ class GradientAveraging:
         for place, gradients in enumerate(of_each):
             exchange.take_all(gradients, place)
         for bucket in range(len(exchange.plan.members) - 1):
-            exchange.reduce(bucket)
+            exchange.reduce_early(bucket)
         told = [
             self._told(
                 turn.of(self.parts.named),

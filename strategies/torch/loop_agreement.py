@@ -11,8 +11,8 @@ from strategies.core.digest import insist_on_same_bits
 from strategies.jax.comparing.digest import digest_of, host_arrays
 from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.agreement import settings_differ, word_of
-from strategies.torch.replicas.module_parts import ModuleWatch, Slot
 from strategies.torch.options import TorchOptions
+from strategies.torch.replicas.module_parts import ModuleWatch, Slot
 from strategies.torch.tensors import host_array
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
+from strategies.torch.parameter_writes import ForwardWatch
 from strategies.torch.replicas.buffers import ModelBuffers
 from strategies.torch.replicas.module_parts import Slot
-from strategies.torch.parameter_writes import ForwardWatch
 from strategies.torch.tensors import have_same_bits
 
 

@@ -176,9 +176,9 @@ class LoopState:
 
     def _refuse_to_go_on(self) -> NoReturn:
         raise StrategyError(
-            f"a checkpoint recomputes one of {self._forward_passes} forward passes of a DistributedModel. It would draw "
-            "other random numbers, because they continue from one pass to the next; checkpoint inside of the module, "
-            "where random numbers are repeated"
+            f"a checkpoint recomputes one of {self._forward_passes} forward passes of a DistributedModel. It would "
+            "draw other random numbers, because they continue from one pass to the next; checkpoint inside of the "
+            "module, where random numbers are repeated"
         )
 
 

@@ -10,7 +10,7 @@ import strategies.trees as trees
 from strategies.exchange.means import Bucket
 from strategies.jax.memory.plan import DEVICE, HOST, Held, MemoryPlan, held_by_data, held_by_means
 from strategies.jax.replicas.replicas import Replicas
-from strategies.torch.gradient_exchange import TorchGradientPlan
+from strategies.torch.exchange.plan import TorchGradientPlan
 from strategies.torch.tensors import tensors_of
 from strategies.torch.training import TorchTraining
 from strategies.typing import Batch

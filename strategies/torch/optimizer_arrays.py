@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from strategies.errors import StrategyError
-from strategies.torch.tensors import as_tensor, host_array, real_view
+from strategies.torch.tensors import as_tensor, complex_view, host_array, real_view
 from strategies.typing import Number, Tree
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
@@ -84,7 +84,7 @@ def set_state(optimizer: torch.optim.Optimizer, arrays: Mapping[int, ArraysByNam
         values = {name: _value(array, kind) for name, array in named if (kind := kinds[name]) is not None}
         if parameters[number].is_complex():
             whole = (*parameters[number].shape, 2)
-            values = {name: torch.view_as_complex(one) if np.shape(one) == whole else one for name, one in values.items()}
+            values |= {name: complex_view(one) for name, one in values.items() if np.shape(one) == whole}
         optimizer.state[parameters[number]] = values | nothing
 
 

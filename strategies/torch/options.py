@@ -21,9 +21,9 @@ from strategies.core.options import (
 from strategies.core.weights import ERROR
 from strategies.jax.replicas.replicas import Replicas
 from strategies.pipelines.schedules import schedule_named
-from strategies.torch.replicas.gradient_map import GradientMap
-from strategies.torch.replica_memory import as_device
 from strategies.torch.pipelines.stages import TorchPipeline
+from strategies.torch.replica_memory import as_device
+from strategies.torch.replicas.gradient_map import GradientMap
 
 MEAN, FIRST, PER_REPLICA = WORDS = ("mean", "first", "per_replica")
 """Ways of agreement on a buffer: the mean over all replicas, in their order; replica 0's value; no agreement."""

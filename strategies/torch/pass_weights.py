@@ -15,7 +15,7 @@ from strategies.core.gathering import replicas_where
 from strategies.core.weights import ERROR, SKIP, is_weighted, travelling, weighted_means
 from strategies.errors import StrategyError, ZeroWeightError
 from strategies.jax.replicas.replicas import Replicas
-from strategies.torch.on_device.arithmetic import divide
+from strategies.torch.exchange.arithmetic import divide
 from strategies.torch.tensors import real_views
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]

@@ -55,13 +55,13 @@ class ReplicaMemory:
         """Return the tree with its tensors on the device of the replicas."""
         return _mapped(tree, partial(put, device=self.device)) if self.is_shared else tree
 
-    def put_means(self, means: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def put_means(self, means: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return gradients of the host on the device of the parameters.
 
         The call does not wait for a GPU to copy them: the host's memory stays unchanged until the next gradients
         arrive.
         """
-        return [mean.to(self.device, non_blocking=True) for mean in means]
+        return [None if mean is None else mean.to(self.device, non_blocking=True) for mean in means]
 
     def fetched(self, tree: Tree) -> Tree:
         """Return the tree with its tensors in the memory of the host."""

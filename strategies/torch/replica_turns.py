@@ -19,8 +19,8 @@ from strategies.torch.loop_means import LoopMeans, Turn, refuse_spares
 from strategies.torch.outcomes import outcome_of, weighted_value
 from strategies.torch.replicas.attributes import Attributes
 from strategies.torch.replicas.guard import refuse_difference
-from strategies.torch.replicas.turns import Gradients, ReplicaTurns, TurnsOfStep
 from strategies.torch.replicas.sync_batch_norm import sync_layers_of
+from strategies.torch.replicas.turns import Gradients, ReplicaTurns, TurnsOfStep
 from strategies.torch.tensors import parts_of, tensors_of
 from strategies.typing import Batch
 
@@ -96,7 +96,8 @@ class LoopTurns:
         self._averaging.follow()
         turns, local = self._turns_with(self._averaging.parts), self._replicas.local_replicas
         step = self._averaging.loop.step
-        of_step = TurnsOfStep(step, step - self._first_step + 1, local, self._averaging.parts.device, self._is_repetition)
+        number, device = step - self._first_step + 1, self._averaging.parts.device
+        of_step = TurnsOfStep(step, number, local, device, self._is_repetition)
         self._is_repetition = True
         found: list[Turn] = []
         every = [partial(self._turn, turns, *pair, begin) for pair in zip(local, losses, strict=True)]
@@ -176,9 +177,7 @@ class LoopTurns:
         averaging.loop.next_step()
         return means.kept() if self._replicas.can_carry_on else means
 
-    def _taken_over(
-        self, means: LoopMeans, begin: Mapping[torch.nn.Parameter, torch.Tensor | None]
-    ) -> LoopMeans:
+    def _taken_over(self, means: LoopMeans, begin: Mapping[torch.nn.Parameter, torch.Tensor | None]) -> LoopMeans:
         """Put the means of a step that the others have completed into the module."""
         averaging = self._averaging
         for parameter, gradient in begin.items():

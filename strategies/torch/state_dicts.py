@@ -11,8 +11,8 @@ import torch
 import strategies.trees as trees
 from strategies.checkpoints.checkpoint_folder import Best
 from strategies.checkpoints.loading import find_checkpoint, load_part
-from strategies.torch.replicas.buffers import OF_EACH
 from strategies.torch.optimizer_arrays import GROUPS, PARAMS, STATE, plain_number
+from strategies.torch.replicas.buffers import OF_EACH
 from strategies.torch.tensors import as_tensor
 from strategies.torch.training import IS_MADE
 from strategies.typing import Tree

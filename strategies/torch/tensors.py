@@ -84,6 +84,17 @@ def real_view(tensor: _Optional) -> _Optional:
     return torch.view_as_real(tensor.resolve_conj())
 
 
+def complex_view(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the memory of a `real_view` as complex numbers; None for None."""
+    return None if tensor is None else torch.view_as_complex(tensor)
+
+
+def copy_pairs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second tensor of each pair into the first, without waiting for a device. Autograd must be off."""
+    if pairs:
+        torch._foreach_copy_([into for into, _ in pairs], [one for _, one in pairs])
+
+
 def real_views(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Return views of gradients in which complex numbers have a last axis, as `real_view`, to write to them.
 

@@ -22,8 +22,8 @@ from strategies.strategy import Strategy
 from strategies.torch.agreement import agree_on_order, members_of_groups
 from strategies.torch.engine import TorchEngine, flipped
 from strategies.torch.evaluation import MeansOfRows, OutputsOfRows
+from strategies.torch.exchange.determinism import use_deterministic_operations
 from strategies.torch.memory import keep_freed_memory
-from strategies.torch.on_device.determinism import use_deterministic_operations
 from strategies.torch.options import TorchOptions, TorchTrainerOptions
 from strategies.torch.replica_memory import HOST, chosen_here
 from strategies.torch.replicas.passes import LossFunction

@@ -16,8 +16,6 @@ from strategies.exchange.int8 import Int8Layout
 from strategies.jax.replicas.replicas import Replicas
 from strategies.jax.replicas.shards import rows_of_replicas
 from strategies.loss_scaling import LossScale
-from strategies.torch.replicas.buffers import ModelBuffers
-from strategies.torch.replicas.module_parts import ModuleWatch
 from strategies.torch.optimizer_arrays import (
     GROUPS,
     PARAMS,
@@ -32,6 +30,9 @@ from strategies.torch.optimizer_arrays import (
 )
 from strategies.torch.options import TorchOptions
 from strategies.torch.replica_memory import HOST, ReplicaMemory
+from strategies.torch.replicas.attributes import Attributes
+from strategies.torch.replicas.buffers import ModelBuffers
+from strategies.torch.replicas.module_parts import ModuleWatch
 from strategies.torch.replicas.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import as_array, as_tensor, host_array, real_view
 from strategies.torch.updates import ShardedTorchUpdate, TorchUpdate
@@ -54,6 +55,7 @@ class TorchTraining:
     Attributes:
         watch: The watch over the parts of the module, which the program may replace between steps.
         buffers: The buffers and frozen parameters on which replicas agree.
+        attributes: The attributes of the module, of which each replica has its own.
         step: The number of updates so far.
         loss_scale: The scale of the next loss; None without loss scaling.
         residuals: The residuals of int8 gradients, for each local replica.
@@ -71,6 +73,7 @@ class TorchTraining:
         self.module, self.optimizer, self.update = module, optimizer, update
         self.watch = ModuleWatch(module)
         self.buffers = ModelBuffers(module, options.model_state_aggregation, replicas.num_replicas_in_sync)
+        self.attributes = Attributes(module)
         self.step = 0
         self.loss_scale: LossScale | None = None if options.scaling is None else options.scaling.start()
         self.memory_of_replicas = ReplicaMemory(None if options.device is None else device_of(module))

@@ -189,7 +189,7 @@ class FoundStages:
         return self.found[name]
 
     def unmet(self) -> list[str]:
-        """Return the listed blocks that the forward pass has not met, for `strategies.torch.pipelines.stages.StagePlacing`."""
+        """Return the listed blocks that the forward pass has not met, for `StagePlacing`."""
         return [name for stage in self.stages for name in stage.blocks if name not in self.found]
 
     def _listed(self, name: str) -> tuple[int, int]:

@@ -11,8 +11,8 @@ import torch
 from strategies.compat.poptorch.enums import CommGroupType, VariableRetrievalMode
 from strategies.errors import StrategyError
 from strategies.jax.replicas.replicas import Replicas
-from strategies.torch.replicas.module_parts import slots_of
 from strategies.torch.replicas.groups import ReplicaGroups, group_replicas
+from strategies.torch.replicas.module_parts import slots_of
 
 logger = logging.getLogger("strategies.torch.poptorch")
 

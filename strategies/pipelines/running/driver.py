@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
 from operator import itemgetter
+from typing import TypeVar
 
 from strategies.jax.replicas.devices import ReplicaDevices
 from strategies.pipelines.timetable import StageAction, Timed, Timetable, in_order
+
+_Any = TypeVar("_Any")
 
 Perform = Callable[[int, StageAction], None]
 """(device, action) -> None: runs the device's part of an action, and returns when it is done."""
@@ -60,7 +63,7 @@ def begin_devices(
     return [future for device, column in enumerate(columns) for future in column.begin(partial(follow, device), fail)]
 
 
-def raise_first(begun: Sequence[Future[None]]) -> None:
+def raise_first(begun: Sequence[Future[_Any]]) -> None:
     """Wait until all threads have ended, and raise an error of one, `AbandonedError` only if there is no other."""
     errors = [error for error in (future.exception() for future in begun) if error is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, AbandonedError)):

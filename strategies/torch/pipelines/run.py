@@ -99,7 +99,7 @@ class PipelineRun:
         for number in range(self._count):
             walk = Walk(self._stages, self._entries, number, None, self._instruments, replica)
             if number == 0 and self._timetable is None and self._trains:
-                with BufferUses(self._module, lambda walk=walk: walk.stage) as uses:
+                with BufferUses(self._module, walk) as uses:
                     walk.run(work)
                 uses.refuse_changes_that_cross()
             else:

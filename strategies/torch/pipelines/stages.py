@@ -172,13 +172,13 @@ class BufferUses(TorchFunctionMode):
 
     Args:
         module: The module with the buffers.
-        stage: Returns the present stage of the micro-batch.
+        watcher: The watcher that knows the present stage of the micro-batch.
     """
 
-    def __init__(self, module: torch.nn.Module, stage: Callable[[], int]) -> None:
+    def __init__(self, module: torch.nn.Module, watcher: BlockWatcher) -> None:
         super().__init__()
         self._slots = slots_of(module)
-        self._stage = stage
+        self._watcher = watcher
         self._stages: dict[str, set[int]] = {slot.name: set() for slot in self._slots}
         self._before = [_identity(slot) for slot in self._slots]
 
@@ -193,7 +193,7 @@ class BufferUses(TorchFunctionMode):
         given = {id(leaf) for leaf in trees.leaves((args, kwargs))}
         for slot in self._slots:
             if id(slot.tensor) in given:
-                self._stages[slot.name].add(self._stage())
+                self._stages[slot.name].add(self._watcher.stage)
         return function(*args, **(kwargs or {}))
 
     def refuse_changes_that_cross(self) -> None:

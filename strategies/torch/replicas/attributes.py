@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ from strategies.typing import Tree
 _MISSING = object()
 _OF_PYTORCH = frozenset(vars(torch.nn.Module())) - {"training"}
 """Attributes that hold parameters, buffers, submodules and hooks."""
-_CONTAINERS = (list, dict, set, deque)
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 _MOST_ELEMENTS = 1000
 """Containers with more elements belong to the instance, not to a replica."""
 
@@ -141,12 +141,20 @@ class Attributes:
         self._others = _OF_PYTORCH | frozenset(left_out)
         apart = *apart, torch.jit.ScriptModule
         self._module, self._apart = module, apart
+        self._attributes: list[dict[str, Tree]] = []
+        self._assigned: dict[tuple[int, str], _Assigned] = {}  # by the module's number and the attribute's name
         self.follow()
 
     def follow(self) -> None:
-        """Find the submodules that the module has now."""
+        """Find the submodules that the module has now. Those that it had before keep the values of replicas."""
+        before = self._attributes
         self._attributes = [vars(one) for one in self._module.modules() if not isinstance(one, self._apart)]
-        self._assigned: dict[tuple[int, str], _Assigned] = {}  # by the module's number and the attribute's name
+        places = {id(one): number for number, one in enumerate(self._attributes)}
+        self._assigned = {
+            (places[id(before[number])], name): values
+            for (number, name), values in self._assigned.items()
+            if id(before[number]) in places
+        }
 
     # ---- all at once
 

@@ -13,9 +13,9 @@ from strategies.errors import StrategyError
 from strategies.exchange.flat import FlatLayout, private_memory
 from strategies.exchange.means import Bucket, Means
 from strategies.jax.replicas.replicas import Replicas
-from strategies.torch.replicas.module_parts import Slot, slots_of
 from strategies.torch.options import FIRST, MEAN, PER_REPLICA, Aggregation
 from strategies.torch.replica_memory import HOST
+from strategies.torch.replicas.module_parts import Slot, slots_of
 from strategies.torch.replicas.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import as_array, as_tensor, dtype_of, have_other_bits, have_same_bits
 from strategies.trees import ShapeOfArray

@@ -148,9 +148,9 @@ class ReplicaRows:
         ]
 
     @contextmanager
-    def put(self) -> Iterator[dict[int, torch.Tensor]]:
+    def put(self) -> Iterator[Mapping[int, torch.Tensor]]:
         """Put the rows into the module, and yield them by the ids of the whole parameters."""
-        rows = {
+        rows: dict[int, torch.Tensor] = {
             number: torch.nn.Parameter(part_of(whole, self._rows[number]), whole.requires_grad)
             for number, whole in self._wholes.items()
         }

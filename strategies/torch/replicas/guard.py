@@ -28,10 +28,10 @@ from strategies.torch.threads import ThreadValue
 _WORD = 1 << 64
 _PIECE = 1 << 22  # elements
 REASONS = (
-    "an object outside of the module that a replica changes and reads, as a list, a counter or a dictionary in a closure "
-    "or a global variable, a torch.Generator of the program, a clock, or a tensor in an attribute. Replicas take turns, "
-    "so each would see what others have left there; keep such values in buffers of the module, or in attributes that are "
-    "numbers, strings, lists or dictionaries (docs: torch_modules, What is checked)"
+    "an object outside of the module that a replica changes and reads, as a list, a counter or a dictionary in a "
+    "closure or a global variable, a torch.Generator of the program, a clock, or a tensor in an attribute. Replicas "
+    "take turns, so each would see what others have left there; keep such values in buffers of the module, or in "
+    "attributes that are numbers, strings, lists or dictionaries (docs: torch_modules, What is checked)"
 )
 
 

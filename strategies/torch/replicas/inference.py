@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch.jit import optimized_execution
@@ -38,6 +38,7 @@ class InferenceTurns:
         call: (module, batch) -> outputs.
         seed: The seed of random numbers.
         pipeline: The pipeline in which the module's blocks run as stages; None to run them one after another.
+        attributes: The attributes of the module in the replicas that train it; None if none do.
 
     Attributes:
         spans: The timed actions of the simulated devices in the last call, by local replica; empty without a pipeline.
@@ -52,6 +53,7 @@ class InferenceTurns:
         call: Callable[[torch.nn.Module, Batch], Tree],
         seed: int,
         pipeline: TorchPipeline | None = None,
+        attributes: Attributes | None = None,
     ) -> None:
         keep_freed_memory()
         self._replicas, self._of_all = replicas.local_replicas, replicas.num_replicas_in_sync
@@ -59,7 +61,7 @@ class InferenceTurns:
         self._module, self._memory, self._call, self._seed = module, memory, call, seed
         self._rows = [ReplicaRows(module, replica, self._of_all) for replica in self._replicas]
         self._seats = [Seat(replica, self._of_all, module, None) for replica in self._replicas]
-        self._pipeline = pipeline
+        self._pipeline, self._attributes = pipeline, attributes or Attributes(module)
         self._run: PipelineRun | None = None
         self._rounds = 0  # the number of micro-batches for which `_run` was made
         self.spans: Mapping[int, Sequence[Timed]] = {}
@@ -89,11 +91,17 @@ class InferenceTurns:
         marks = None if self._of_all == 1 else WriteMarks(list(self._module.named_parameters()), True)
         found: list[list[Tree]] = []
         self.written = []
+        attributes = self._attributes
+        attributes.follow()
+        attributes.begin(self._replicas)
+        before_all = attributes.view()
         with kept_generators(self._memory.device), intra_op_threads(1), _evaluating(self._module):
-            attributes = Attributes(self._module)
             view = attributes.view()
             for place, column in enumerate(zip(*rounds, strict=True)):
-                with Baton(self._memory.device):
+                with Baton(self._memory.device), ExitStack() as stack:
+                    if len(self._replicas) > 1:
+                        stack.enter_context(attributes.of(self._replicas[place]))
+                        self._module.eval()
                     try:
                         for slot, value in (own[place] if own else {}).items():
                             slots[slot].put(value)
@@ -104,7 +112,9 @@ class InferenceTurns:
                     finally:
                         for one, value in kept:
                             one.put(value)
+                        stack.close()
                         attributes.put(view)
+        attributes.put(before_all)
         if marks is not None:
             marks.refuse()
         if self._run is not None:
@@ -156,9 +166,7 @@ def _evaluating(module: torch.nn.Module) -> Iterator[None]:
             one.training = mode
 
 
-def _written(
-    slots: Sequence[Slot], before: Sequence[tuple[torch.Tensor, int]]
-) -> Iterator[tuple[int, torch.Tensor]]:
+def _written(slots: Sequence[Slot], before: Sequence[tuple[torch.Tensor, int]]) -> Iterator[tuple[int, torch.Tensor]]:
     for number, (slot, (tensor, version)) in enumerate(zip(slots, before, strict=True)):
         if not slot.is_parameter and (slot.tensor is not tensor or tensor._version != version):
             yield number, slot.tensor.detach().clone()

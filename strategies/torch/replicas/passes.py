@@ -13,10 +13,9 @@ from torch.jit import optimized_execution
 from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.errors import StrategyError
 from strategies.outcome import Outcome
-from strategies.torch.replicas.gradient_map import GradientMap
-from strategies.torch.on_device.arithmetic import divide
-from strategies.torch.on_device.contribution import Told
-from strategies.torch.on_device.determinism import way_out_of_refusals
+from strategies.torch.exchange.arithmetic import divide
+from strategies.torch.exchange.determinism import way_out_of_refusals
+from strategies.torch.exchange.plan import Fact
 from strategies.torch.options import TorchOptions
 from strategies.torch.outcomes import WEIGHT, outcome_of, refuse_losses, refuse_where_replicas_meet, weighted_loss
 from strategies.torch.pipelines.run import PipelineRun, Walk
@@ -46,7 +45,7 @@ class PassesOfReplica:
     """
 
     names: tuple[str, ...]
-    values: Sequence[Told]
+    values: Sequence[Fact]
     losses: Sequence[torch.Tensor]
     weight: float | None
     outputs: Sequence[Tree]
@@ -86,7 +85,7 @@ class ReplicaPasses:
         scale: float,
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
         pipeline: PipelineRun | None = None,
-        ends: Callable[[], object] = lambda: None,
+        ends: Callable[[], object] | None = None,
     ) -> PassesOfReplica:
         """Run the passes of a replica. Gradients are added to those of its parameters.
 
@@ -104,7 +103,7 @@ class ReplicaPasses:
         """
         count = self._options.gradient_accumulation_count
         parts = [batch] if count == 1 else parts_of(batch, count)
-        found: list[tuple[tuple[str, ...], Sequence[Told], torch.Tensor, float | None, Tree] | None] = [None] * count
+        found: list[tuple[tuple[str, ...], Sequence[Fact], torch.Tensor, float | None, Tree] | None] = [None] * count
 
         def work(number: int, walk: Walk | None) -> None:
             seed = seed_of(self._options.seed, seat.replica, step, number)
@@ -120,7 +119,7 @@ class ReplicaPasses:
                 loss = self._for_backward(loss, number, scale, weight, pairs, maps)
                 if walk is not None:
                     walk.turn_round(loss, walk.last_stage)
-                if number == count - 1:
+                if ends is not None and number == count - 1:
                     ends()
                 if walk is None:
                     loss.backward()
@@ -159,13 +158,13 @@ class ReplicaPasses:
         dtype = self._options.autocast_dtype
         return nullcontext() if dtype is None else torch.autocast(self._memory.device.type, dtype)
 
-    def _values_of(self, outcome: Outcome) -> list[Told]:
+    def _values_of(self, outcome: Outcome) -> list[Fact]:
         """Return the loss and the metrics, times the weight if there is one, and then the weight."""
         named, weight = {"loss": outcome.loss, **outcome.metrics}, outcome.weight
         values = [self._number(name, 0.0 if weight == 0 else value) for name, value in named.items()]
         return values if weight is None else [*(one * weight for one in values), self._number(WEIGHT, weight)]
 
-    def _number(self, name: str, value: Number) -> Told:
+    def _number(self, name: str, value: Number) -> Fact:
         """Return a metric as a number; if gradients stay on the device, as a wide scalar there."""
         device = self._memory.device
         if not self._is_on_device:
@@ -227,7 +226,7 @@ class ReplicaPasses:
         self._zeros.begin(number, scale, 1, weight)
 
 
-def _divided(value: Told, count: int) -> Told:
+def _divided(value: Fact, count: int) -> Fact:
     """Return a quotient in float64, with the host's bits on any device."""
     if not isinstance(value, torch.Tensor):
         return value / count

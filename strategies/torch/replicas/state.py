@@ -8,9 +8,9 @@ from typing import final
 
 import torch
 
+from strategies.torch.replicas.attributes import Attributes, AttributeView
 from strategies.torch.replicas.buffers import ModelBuffers
 from strategies.torch.replicas.module_parts import Slot, difference, differs
-from strategies.torch.replicas.attributes import Attributes, AttributeView
 
 Changes = Sequence[float | torch.Tensor]
 """For each slot, whether a replica has changed it: 0 or 1, and more if its shape has changed. A boolean on the device
@@ -70,9 +70,7 @@ class ReplicaState:
     # ---- a step
 
     @contextmanager
-    def of_step(
-        self, step: int, replicas: range, keeps_frozen: bool, is_repetition: bool = False
-    ) -> Iterator[None]:
+    def of_step(self, step: int, replicas: range, keeps_frozen: bool, is_repetition: bool = False) -> Iterator[None]:
         """Keep the state for a step, and put buffers and frozen parameters back at its end.
 
         If the last step had the same number, this one is its repetition, and attributes begin as they did then.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 
+import numpy as np
 import torch
 
 from strategies.core.engine import Buffers
@@ -19,16 +20,15 @@ from strategies.exchange.means import Bucket
 from strategies.jax.replicas.devices import THREADS
 from strategies.jax.replicas.replicas import Replicas
 from strategies.pipelines.running.driver import raise_first
-from strategies.torch.contribution import Contribution, refuse_to_come_twice
-from strategies.torch.gradient_exchange import GradientExchange
-from strategies.torch.replicas.meetings import ReplicaMeetings, adding_over
-from strategies.torch.replicas.module_parts import Slot
-from strategies.torch.on_device.contribution import DeviceContribution
-from strategies.torch.on_device.exchange import DeviceExchange
+from strategies.torch.exchange.contribution import refuse_to_come_twice
+from strategies.torch.exchange.host import HostExchange
+from strategies.torch.exchange.interface import GradientExchange
+from strategies.torch.exchange.plan import Told
 from strategies.torch.options import TorchOptions
 from strategies.torch.pipelines.run import PipelineRun
 from strategies.torch.replicas.groups import ReplicaRows
-from strategies.torch.replicas.attributes import Attributes
+from strategies.torch.replicas.meetings import ReplicaMeetings, adding_over
+from strategies.torch.replicas.module_parts import Slot
 from strategies.torch.replicas.passes import LossFunction, PassesOfReplica, ReplicaPasses
 from strategies.torch.replicas.state import Changes
 from strategies.torch.replicas.sync_batch_norm import Seat, sync_layers_of
@@ -38,9 +38,7 @@ from strategies.torch.threads import intra_op_threads
 from strategies.torch.training import TorchTraining
 from strategies.typing import Batch
 
-AnyExchange = GradientExchange | DeviceExchange
-
-MakeExchange = Callable[[tuple[str, ...]], AnyExchange]
+MakeExchange = Callable[[tuple[str, ...]], GradientExchange]
 """(names of the metrics) -> the exchange of their gradients."""
 
 
@@ -108,6 +106,7 @@ class LocalReplicas:
         guard: The comparison of a turn with its repetition.
         pipeline: The pipeline of the module; None without one.
         residuals: The new residuals of int8 gradients, by local replica.
+        rows: The rows of grouped parameters, by local replica.
     """
 
     def __init__(
@@ -122,19 +121,18 @@ class LocalReplicas:
         self._module, self._memory = training.module, training.memory_of_replicas
         self.replicas, self.communicator = replicas.local_replicas, replicas.communicator
         self.agreed: set[object] = set()
-        self.exchange: AnyExchange | None = None
+        self.exchange: GradientExchange | None = None
         self.results: list[ResultsOfTurn] = []
-        self.residuals: list[Sequence[object]] = []
-        self._contributions: list[Contribution | DeviceContribution] = []
+        self.residuals: list[Sequence[np.ndarray]] = []
         self._of_all, self._instances = replicas.num_replicas_in_sync, instances
         self._instruments = replicas.instruments
         self._streams = options.streams_over(replicas) and not instances
-        attributes = Attributes(self._module)
+        training.attributes.follow()
         self._turns = ReplicaTurns[ResultsOfTurn](
-            self._module, training.watch, training.buffers, attributes, self._of_all
+            self._module, training.watch, training.buffers, training.attributes, self._of_all
         )
         self._state, self.guard = self._turns.state, self._turns.guard
-        self._rows = [ReplicaRows(self._module, replica, self._of_all) for replica in self.replicas]
+        self.rows = [ReplicaRows(self._module, replica, self._of_all) for replica in self.replicas]
         meets, is_on_host = bool(sync_layers_of(self._module)), self._memory.is_on_host
         self._meetings: ReplicaMeetings | None = None
         if meets:
@@ -190,24 +188,22 @@ class LocalReplicas:
         parts = parts_of(batch, len(self.replicas), self._options.gradient_accumulation_count)
         self.results, self.residuals = [], []
         exchange = self.exchange
-        if self._streams and exchange is not None and exchange.plan.is_cut and not self.repeats_in(inputs):
+        is_known = bool(inputs.number & (inputs.number - 1))  # whether gradients come in parts
+        if self._streams and is_known and exchange is not None and exchange.plan.is_cut:
             yield from self._streamed(parts, inputs, exchange)
             return
         self._take_turns(parts, inputs, make_exchange, None)
         exchange = self.exchange
         assert exchange is not None
-        if isinstance(exchange, DeviceExchange):
-            yield exchange.buckets[0], exchange.take()
-            return
         for number, bucket in enumerate(exchange.buckets):
-            yield bucket, self._buffers(number)
-
-    def _buffers(self, bucket: int) -> list[list[object]]:
-        arrays = [own.arrays(bucket) for own in self._contributions]
-        return [list(of_buffer) for of_buffer in zip(*arrays, strict=True)]
+            yield bucket, exchange.buffers(number)
 
     def _take_turns(
-        self, parts: Sequence[Batch], inputs: StepInputs, make_exchange: MakeExchange | None, leaving: LeavingGradients | None
+        self,
+        parts: Sequence[Batch],
+        inputs: StepInputs,
+        make_exchange: MakeExchange | None,
+        leaving: LeavingGradients | None,
     ) -> None:
         last, replay = len(parts) - 1, None
         turns: list[Callable[[], tuple[ResultsOfTurn, Gradients]]] = [
@@ -254,22 +250,20 @@ class LocalReplicas:
         pipeline = None if is_again else self.pipeline  # without one the bits are the same
         is_noted = self.pipeline is None and not is_again  # a pipeline notifies of each stage
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        rows: dict[int, torch.Tensor] = {}
+        rows: Mapping[int, torch.Tensor] = {}
         with ExitStack() as stack:
             stack.enter_context(seat.attended())
-            stack.enter_context(
-                self._turns.of(replica, self._memory.device, lambda: self._left(place, pairs, rows))
-            )
-            rows = stack.enter_context(self._rows[place].put())
+            stack.enter_context(self._turns.of(replica, self._memory.device, lambda: self._left(place, pairs, rows)))
+            rows = stack.enter_context(self.rows[place].put())
             pairs += [(one, rows.get(id(one), one)) for one in self._trained]
             self._drop_gradients()
             stack.callback(self._drop_gradients)
             if is_noted:
                 self._instruments.replica_begins(replica, 0)
-            ends: Callable[[], object] = lambda: None
+            ends: Callable[[], object] | None = None
             if leaving is not None:
                 ends = stack.enter_context(leaving.of(pairs))
-            elif self._streams and not is_again and self.repeats_in(inputs):
+            elif self._streams and not is_again and not inputs.number & (inputs.number - 1):
                 stack.enter_context(self._counting(pairs))
             passes = self._passes.run(seat, part, inputs.step, inputs.scale, pairs, pipeline, ends)
             gradients = [real_view(mine.grad) for _, mine in pairs]
@@ -308,7 +302,7 @@ class LocalReplicas:
         return len(self.exchange.buckets) - 1
 
     def _left(
-        self, place: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], rows: dict[int, torch.Tensor]
+        self, place: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], rows: Mapping[int, torch.Tensor]
     ) -> Callable[[], None]:
         """Take the module away from a replica that waits for others, and return the way back."""
         if len(self.replicas) == 1:
@@ -317,7 +311,7 @@ class LocalReplicas:
 
         def come_back() -> None:
             self._state.come_back(state)
-            self._rows[place].give(rows)
+            self.rows[place].give(rows)
             for (_, mine), gradient in zip(pairs, gradients, strict=True):
                 mine.grad = gradient
 
@@ -342,63 +336,34 @@ class LocalReplicas:
         leaving: LeavingGradients | None,
     ) -> None:
         """Hand the gradients of a replica to the exchange."""
-        exchange = self.exchange
+        exchange, passes = self.exchange, results.passes
         assert exchange is not None
-        if place == len(self._contributions):
-            self._contributions.append(self._new_contribution(place, exchange))
-        own = self._contributions[place]
         is_quantised = self._options.transfer.is_quantised
         if is_quantised and self._options.scaling is not None:
             for gradient in gradients:
                 if gradient is not None:
                     gradient.div_(inputs.scale)
-        passes, seen, changes = results.passes, results.seen, results.changes
-        if isinstance(own, DeviceContribution):
-            assert isinstance(exchange, DeviceExchange)
-            own.take_all(gradients)
-            own.set_tail(passes.values, inputs.notice, inputs.settings, seen, changes, passes.weight)
-            exchange.add(self.replicas[place], own.arrays(0), own.told)
-            return
         if leaving is not None:
-            leaving.rest(own, gradients)
+            leaving.rest(gradients)
         elif is_quantised:
-            self.residuals.append(own.encode(gradients, self._training.residuals[place], passes.weight))
+            assert isinstance(exchange, HostExchange)
+            residuals = self._training.residuals[place]
+            self.residuals.append(exchange.encode(gradients, place, residuals, passes.weight))
         else:
-            own.take_all(gradients)
-        values, flags = [float(value) for value in passes.values], [float(one) for one in changes]
-        own.set_tail(values, inputs.notice, inputs.settings, seen, flags)
-
-    def _new_contribution(self, place: int, exchange: AnyExchange) -> Contribution | DeviceContribution:
-        plan, rows = exchange.plan, self._rows[place].of_trained
-        if not self._instances:
-            return Contribution(plan, rows)
-        checks = self._options.check_numerics
-        is_alone, tells_all = self._of_all == 1, self._instances > 1
-        return DeviceContribution(plan, rows, self._memory.device, is_alone, tells_all, checks)
-
-    def is_finite(self, place: int, number: int) -> bool:
-        """Return whether a gradient of a local replica is finite. Valid until the gradients are released."""
-        return self._contributions[place].is_finite(number)
-
-    def give_back(self) -> None:
-        """Release the gradients of the step."""
-        for own in self._contributions:
-            own.give_back()
+            exchange.take_all(gradients, place)
+        told = Told(passes.values, inputs.settings, results.seen, results.changes, inputs.notice, passes.weight)
+        exchange.tell(told, place)
 
     # ---- gradients that leave while the backward pass runs
 
     def _streamed(
-        self, parts: Sequence[Batch], inputs: StepInputs, exchange: AnyExchange
+        self, parts: Sequence[Batch], inputs: StepInputs, exchange: GradientExchange
     ) -> Iterator[tuple[Bucket, Buffers]]:
         """Let the replicas compute in a thread, and yield buckets while the last backward pass runs."""
-        assert isinstance(exchange, GradientExchange)
         ready: SimpleQueue[int] = SimpleQueue()
         last = len(parts) - 1
-        while len(self._contributions) <= last:
-            self._contributions.append(self._new_contribution(len(self._contributions), exchange))
-        own = self._contributions[last]
-        assert isinstance(own, Contribution)
-        leaving = LeavingGradients(exchange, own, ready.put, partial(self._instruments.replica_ends, self.replicas[last], 0))
+        ended = partial(self._instruments.replica_ends, self.replicas[last], 0)
+        leaving = LeavingGradients(exchange, last, ready.put, ended)
         begun = self._threads.submit(self._take_turns, parts, inputs, None, leaving)
         begun.add_done_callback(lambda _: ready.put(self._last))
         try:
@@ -408,7 +373,7 @@ class LocalReplicas:
                     left.add(ready.get())
                 if self._last in left:
                     begun.result()
-                yield exchange.buckets[number], self._buffers(number)
+                yield exchange.buckets[number], exchange.buffers(number)
         finally:
             wait([begun])
 
@@ -418,7 +383,7 @@ class LeavingGradients:
 
     Args:
         exchange: The exchange.
-        own: The contribution of the replica.
+        place: The place of the replica among the local replicas.
         is_ready: Called with the number of each bucket that is complete, except the last one, which waits for its tail.
         ended: Called with the same number, for instruments.
 
@@ -429,12 +394,12 @@ class LeavingGradients:
     def __init__(
         self,
         exchange: GradientExchange,
-        own: Contribution,
+        place: int,
         is_ready: Callable[[int], object],
         ended: Callable[[int], object],
     ) -> None:
         plan = exchange.plan
-        self._plan, self._own, self._is_ready, self._ended = plan, own, is_ready, ended
+        self._exchange, self._place, self._is_ready, self._ended = exchange, place, is_ready, ended
         self._missing = [len(numbers) for numbers in plan.members]
         self._taken = [False] * len(plan.parameters)
         self.seen = [False] * len(plan.parameters)
@@ -461,21 +426,21 @@ class LeavingGradients:
         if self._thread != threading.get_ident():
             return
         if self._taken[number]:
-            refuse_to_come_twice(self._plan.parameters[number].name)
-        self._take(self._own, number, real_view(parameter.grad))
+            refuse_to_come_twice(self._exchange.plan.parameters[number].name)
+        self._take(number, real_view(parameter.grad))
         parameter.grad = None
 
-    def _take(self, own: Contribution, number: int, gradient: torch.Tensor | None) -> None:
+    def _take(self, number: int, gradient: torch.Tensor | None) -> None:
         self._taken[number], self.seen[number] = True, gradient is not None
-        own.take(number, gradient)
-        bucket = self._plan.places[number].bucket
+        self._exchange.take(number, gradient, self._place)
+        bucket = self._exchange.plan.places[number].bucket
         self._missing[bucket] -= 1
         if not self._missing[bucket] and bucket != len(self._missing) - 1:
             self._ended(bucket)
             self._is_ready(bucket)
 
-    def rest(self, own: Contribution, gradients: Sequence[torch.Tensor | None]) -> None:
+    def rest(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take the gradients that have not left."""
         for number, gradient in enumerate(gradients):
             if not self._taken[number]:
-                self._take(own, number, gradient)
+                self._take(number, gradient)

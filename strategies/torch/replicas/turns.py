@@ -112,9 +112,11 @@ class ReplicaTurns(Generic[Results]):
         with kept_generators(step.device), of_step, self.guard.watching(is_repeated):
             shared = [(name, one) for name, one in self._watch.named if name not in state.kept_names]
             marks = WriteMarks(shared if self._count > 1 else [], is_repeated)
+            are_trained = [one.requires_grad for one in self._watch.parameters]
             for place, turn in enumerate(turns):
                 results, gradients = turn()
                 self._refuse_other_parts()
+                self._refuse_to_freeze(are_trained)
                 if is_repeated and not place:
                     self.guard.keep(results, gradients, names)
                 take(place, results, gradients)
@@ -134,6 +136,17 @@ class ReplicaTurns(Generic[Results]):
             raise StrategyError(
                 "a forward pass has added, removed or replaced a part of the module, so other replicas would begin "
                 "with another module; call the module once before the training, or change it between steps"
+            )
+
+    def _refuse_to_freeze(self, are_trained: Sequence[bool]) -> None:
+        """Raise if a turn has frozen or thawed a parameter, and undo it."""
+        named = [(name, one, was) for (name, one), was in zip(self._watch.named, are_trained, strict=True)]
+        changed = [(name, one.requires_grad_(was)) for name, one, was in named if one.requires_grad != was]
+        if changed:
+            name, parameter = changed[0]
+            raise StrategyError(
+                f"a forward pass has {'frozen' if parameter.requires_grad else 'thawed'} {name}, but a step needs "
+                "the same trained parameters from its beginning to its end; call requires_grad_ between steps"
             )
 
     @property

@@ -21,8 +21,8 @@ from collectives import Communicator
 from collectives.arrays import bfloat16
 from collectives.errors import ClosedError, CollectiveTimeoutError, PeerLostError
 from collectives.plans.spread import Spread
-from strategies.torch.on_device.arithmetic import TorchArithmetic
-from strategies.torch.on_device.compiled_path import TorchCompiledPath
+from strategies.torch.exchange.arithmetic import TorchArithmetic
+from strategies.torch.exchange.compiled_path import TorchCompiledPath
 from strategies.torch.tensors import as_array, as_tensor
 
 CPU = torch.device("cpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from torch import nn
 
 import strategies
 import strategies.torch
+from strategies.data.randomness import drawing
 
 STEPS, ROWS = 3, 2  # per replica
 CLASSES, FEATURES, WORDS, LENGTH = 3, 8, 10, 4
@@ -22,7 +22,7 @@ Program = Callable[[nn.Module, torch.optim.Optimizer], Generator[None, float, No
 """Code of a program around its steps: the part before the first `yield` runs before the first step, each `yield`
 returns the loss of a step, and the part after the last `yield` runs after that step."""
 
-_building = threading.Lock()  # instances are threads, and draw first parameters from the generator of the process
+_building = drawing  # instances are threads, and programs draw from the generator of the process, as replicas do
 
 
 class Apply(nn.Module):
@@ -131,7 +131,8 @@ Found = tuple[list[torch.Tensor], list[float]]
 """The tensors of a module, and the losses of all steps."""
 
 
-def _run(idiom: Idiom, module: nn.Module, optimizer: Any, step: Callable[[int], float]) -> Found:
+def trained_by(idiom: Idiom, module: nn.Module, optimizer: Any, step: Callable[[int], float]) -> Found:
+    """Run the program of an idiom, with a function that makes a step and returns its loss."""
     program, losses = idiom.program(module, optimizer), []
     next(program)
     while True:
@@ -162,7 +163,7 @@ def by_plain_pytorch(idiom: Idiom) -> Found:
         optimizer.step()
         return float(loss.detach())
 
-    return _run(idiom, module, optimizer, step)
+    return trained_by(idiom, module, optimizer, step)
 
 
 def by_trainer(idiom: Idiom, strategy: strategies.strategy.Strategy) -> Found:
@@ -171,7 +172,7 @@ def by_trainer(idiom: Idiom, strategy: strategies.strategy.Strategy) -> Found:
     optimizer = idiom.optimizer(module)
     trainer = strategies.torch.Trainer(strategy, module, idiom.loss, optimizer, **idiom.options)
     try:
-        return _run(
+        return trained_by(
             idiom, module, optimizer, lambda number: trainer.step(rows_of(number, strategy.local_replicas))["loss"]
         )
     finally:
@@ -192,7 +193,7 @@ def by_loop(idiom: Idiom, strategy: strategies.strategy.Strategy) -> Found:
         optimizer.step()
         return float(loss.detach())
 
-    return _run(idiom, module, optimizer, step)
+    return trained_by(idiom, module, optimizer, step)
 
 
 def bits_of(found: Found) -> tuple[list[bytes], list[float]]:

@@ -11,7 +11,7 @@ import torch
 
 from strategies.exchange.transfer import GradientTransfer
 from strategies.torch.backward_passes import BackwardPasses, ModelPass, is_nested
-from strategies.torch.gradient_exchange import Parameter, TorchGradientPlan
+from strategies.torch.exchange.plan import Parameter, TorchGradientPlan
 
 LARGE = Parameter("large", (1 << 20,), np.dtype(np.float32))
 PLAN = TorchGradientPlan((LARGE,) * 3, GradientTransfer.parse(None), streams=True)  # three buckets

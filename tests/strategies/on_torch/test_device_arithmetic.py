@@ -9,7 +9,7 @@ import torch
 from collectives.arrays import bfloat16
 from collectives.reduction import Reduction
 from collectives.tree import TreeNode, subtrees
-from strategies.torch.on_device.arithmetic import TorchArithmetic, divide
+from strategies.torch.exchange.arithmetic import TorchArithmetic, divide
 from strategies.torch.tensors import as_array, as_tensor
 
 DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), bfloat16]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import random
 import re
@@ -18,8 +19,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from copies import by_copies
-from idiom import CLASSES, FEATURES, WORDS, Apply, Idiom, bits_of, by_trainer, classify, drawn, read, rows_of
+from idiom import CLASSES, FEATURES, WORDS, Apply, Idiom, bits_of, by_trainer, classify, drawn, read
 from torch import nn
+from torch_modules import sgd_trainer
 
 import strategies
 import strategies.torch
@@ -475,6 +477,58 @@ def holding_a_network(self, x):
     return self.last(self.state[0](x).detach())
 
 
+def freezing(self, x):
+    self.state += 1
+    self.last.bias.requires_grad_(self.state < 3)
+    return self.last(x)
+
+
+def replacing(self, x):
+    self.state = nn.Tanh()
+    return self.state(self.last(x))
+
+
+class Once:
+    """A hook that removes itself."""
+
+    def __init__(self, layer):
+        self.handle = layer.register_forward_hook(self)
+
+    def __call__(self, layer, given, output):
+        self.handle.remove()
+        return output * 2
+
+
+def hook_that_removes_itself(module):
+    Once(module[0])
+    return classify
+
+
+def previous_features(module):
+    """Compare with the features of the pass before."""
+    seen = []
+    module[1].register_forward_hook(lambda layer, given, output: seen.append(output))
+
+    def loss(module, batch):
+        found = classify(module, batch)
+        return found if len(seen) < 2 else found + 0.1 * (seen[-1] - seen[-2].detach()).square().mean()
+
+    return loss
+
+
+def moved_after_use(module):
+    """Move a teacher through `data`, which PyTorch does not count, after it was used."""
+    teacher = copy.deepcopy(module).requires_grad_(False)
+
+    def loss(module, batch):
+        found = F.mse_loss(module(batch["x"]), teacher(batch["x"]))
+        for one, other in zip(teacher.parameters(), module.parameters(), strict=True):
+            one.data.mul_(0.9).add_(other.data + 0.1, alpha=0.1)
+        return found
+
+    return loss
+
+
 def scripted():
     return torch.jit.script(with_norm())
 
@@ -503,6 +557,11 @@ REFUSED = [
     Program("a clock", with_loss(clock), TWICE),
     Program("a hook with a state", with_loss(grown_gradient), f"{TWICE}, and the gradient of 0.weight"),
     Program("a graph of another pass", with_loss(fails_twice), "second time"),
+    Program("a hook that removes itself", with_loss(hook_that_removes_itself), TWICE),
+    Program("features of the pass before", with_loss(previous_features), TWICE),
+    Program("a teacher that moves after its use", with_loss(moved_after_use), TWICE),
+    Program("a layer that forward freezes", of_forward(int, freezing), r"forward pass has frozen last\.bias"),
+    Program("a layer that forward replaces", of_forward(nn.ReLU, replacing), "added, removed or replaced a part"),
     Program("a table of bounded norm", max_norm, WRITTEN),
     Program("weights that forward clips", of_forward(int, clipped), WRITTEN),
     Program("a list in a list", of_forward(lambda: [[1.0]], nested), TWICE),
@@ -534,10 +593,230 @@ def test_programs_that_depend_on_the_spread_are_refused_on_all_instances(program
             assert re.search(program.refused, said), said
 
 
-ONE_REPLICA = [one for one in REFUSED if one.name not in ("a graph of another pass", "a clock")]
+NEVER = ("a graph of another pass", "a clock", "a layer that forward freezes", "a layer that forward replaces")
+ONE_REPLICA = [one for one in REFUSED if one.name not in NEVER]
 
 
 @pytest.mark.parametrize("program", ONE_REPLICA, ids=str)
 def test_one_replica_is_never_refused(program):
     found = by_trainer(program.idiom(), strategies.IPUStrategy(1))
     assert bits_of(found)[0] == bits_of(by_copies(program.idiom(), 1))[0]
+
+
+# ---- where and when programs are refused
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"stream_gradients": True}, {"replica_device": "cpu"}, {"gradient_accumulation_count": 1, "loss_scaling": 8.0}],
+    ids=str,
+)
+@pytest.mark.parametrize("program", [REFUSED[0], REFUSED[2]], ids=str)
+def test_programs_are_refused_with_every_exchange(program, options, on_instances):
+    for instances in (1, 2):
+        for said in on_instances(instances, REPLICAS, lambda strategy: refusal(strategy, program, **options)):
+            assert said is not None
+            assert re.search(program.refused, said), said
+
+
+@pytest.mark.parametrize("program", REFUSED, ids=str)
+def test_loops_refuse_the_same_programs(program, on_instances):
+    def said_in_a_loop(strategy):
+        module, loss = drawn(program.make)
+        model = strategies.torch.DistributedModel(module, strategy)
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        try:
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                model.backward(lambda rows: loss(model, rows), rows_of(step, strategy.local_replicas))
+                optimizer.step()
+        except (StrategyError, RuntimeError) as error:
+            return str(error)
+        return "it trains"
+
+    for said in [said for instances in (1, 2) for said in on_instances(instances, REPLICAS, said_in_a_loop)]:
+        assert re.search(program.refused.removeprefix("in step [137] .*"), said), said
+
+
+@pytest.mark.parametrize("begins", [1, 3, 6])
+def test_a_program_that_begins_later_is_refused_in_the_next_step_that_is_repeated(begins):
+    count = [0]
+
+    def loss(module, batch):
+        count[0] += 1
+        return classify(module, batch) * (count[0] if step >= begins else 1)
+
+    trainer = sgd_trainer(REPLICAS, mlp(), loss)
+    for step in range({1: 1, 3: 3, 6: 7}[begins]):
+        trainer.step(rows_of(step, range(REPLICAS)))
+    step += 1
+    with pytest.raises(StrategyError, match=TWICE):
+        trainer.step(rows_of(step, range(REPLICAS)))
+
+
+def test_a_refused_step_changes_neither_the_module_nor_the_generators():
+    module, loss = drawn(with_loss(counter))
+    before = {name: one.clone() for name, one in module.state_dict().items()}
+    trainer, state = sgd_trainer(REPLICAS, module, loss), torch.get_rng_state()
+    with pytest.raises(StrategyError, match=TWICE):
+        trainer.step(rows_of(0, range(REPLICAS)))
+    assert all(torch.equal(one, before[name]) for name, one in module.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert trainer.steps_made == 0
+
+
+# ---- gradients that are left outside of the module
+
+
+def outside_and_trainer():
+    """Return a network outside of the module, its optimizer, and a trainer whose loss function uses the network."""
+    other = nn.Linear(FEATURES, FEATURES)
+
+    def loss(module, batch):
+        return classify(module, {**batch, "x": other(batch["x"])})
+
+    return (
+        other,
+        torch.optim.SGD(other.parameters(), 0.1),
+        sgd_trainer(2, nn.Linear(FEATURES, CLASSES), loss),
+    )
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_another_optimizer_may_not_use_gradients_left_by_replicas(steps):
+    other, optimizer, trainer = outside_and_trainer()
+    for step in range(steps):
+        optimizer.zero_grad()
+        trainer.step(rows_of(step, range(2)))
+    assert other.weight.grad is not None
+    with pytest.raises(StrategyError, match="SGD would use a gradient that the loss function of a Trainer has left in"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_another_optimizer_may_use_gradients_of_its_own(set_to_none):
+    other, optimizer, trainer = outside_and_trainer()
+    trainer.step(rows_of(0, range(2)))
+    optimizer.zero_grad(set_to_none)
+    other(torch.ones(2, FEATURES)).sum().backward()
+    optimizer.step()
+
+
+# ---- gradients that some replicas lack
+
+
+def experts():
+    """Make a layer for all rows, one for some, and one for none."""
+    return nn.ModuleDict({name: nn.Linear(FEATURES, CLASSES) for name in ("all", "some", "none")})
+
+
+def by_experts(module, batch):
+    module = getattr(module, "module", module)  # of a DistributedModel
+    loss = F.cross_entropy(module["all"](batch["x"]), batch["y"])
+    return loss + 0.1 * module["some"](batch["x"]).square().mean() if batch["y"].sum() > 2 else loss
+
+
+class Experts(nn.Module):
+    """The same as a module, which a loop calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = experts()
+
+    def forward(self, batch):
+        return by_experts(self.experts, batch)
+
+
+def called(module, batch):
+    return module(batch)
+
+
+def looped(strategy, by_call):
+    """Train in a loop of the program's own, with `loss.backward()` or `model.backward`."""
+    module = drawn(Experts)
+    model = strategies.torch.DistributedModel(module, strategy, missing_gradients="zero")
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        rows = rows_of(step, strategy.local_replicas)
+        if by_call:
+            model.backward(model, rows)
+        else:
+            model(rows).backward()
+        optimizer.step()
+    return [one.detach().clone() for one in module.state_dict().values()], []
+
+
+LACKING = Idiom("experts", Experts, called, program=eight_steps)
+
+
+def test_in_some_steps_all_replicas_have_a_gradient_and_in_others_some():
+    users = [sum(int(rows_of(step, range(r, r + 1))["y"].sum()) > 2 for r in range(REPLICAS)) for step in range(STEPS)]
+    assert {0, 1, 2} & set(users)
+    assert len(set(users)) > 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"replica_device": "cpu"}, {"stream_gradients": True}, {"check_numerics": True}, {"loss_scaling": 4.0}],
+    ids=str,
+)
+def test_missing_gradients_count_as_zeros_in_plain_pytorch(options, on_instances):
+    expected = bits_of(by_copies(LACKING, REPLICAS, "zero"))
+    idiom = dataclasses.replace(LACKING, options={"missing_gradients": "zero", **options})
+    for instances in (1, 2, 4):
+        found = on_instances(instances, REPLICAS, lambda strategy: by_trainer(idiom, strategy))
+        assert [bits_of(one) for one in found] == [expected] * instances
+
+
+def test_missing_gradients_count_as_zeros_in_a_loop(on_instances):
+    expected = bits_of(by_copies(LACKING, REPLICAS, "zero"))[0]
+    for instances in (1, 2, 4):
+        found = on_instances(instances, REPLICAS, lambda strategy: looped(strategy, by_call=True))
+        assert [bits_of(one)[0] for one in found] == [expected] * instances
+    found = on_instances(REPLICAS, REPLICAS, lambda strategy: looped(strategy, by_call=False))
+    assert [bits_of(one)[0] for one in found] == [expected] * REPLICAS
+
+
+@pytest.mark.parametrize("options", [{}, {"replica_device": "cpu"}, {"stream_gradients": True}], ids=str)
+def test_missing_gradients_are_refused_with_the_way_out(options, on_instances):
+    idiom = dataclasses.replace(LACKING, options=options)
+
+    def refused(strategy):
+        with pytest.raises(StrategyError, match=r"some\.weight has no gradient .* missing_gradients=\"zero\""):
+            by_trainer(idiom, strategy)
+
+    for instances in (1, 2):
+        on_instances(instances, REPLICAS, refused)
+
+
+def test_missing_gradients_are_refused_in_a_loop_with_the_way_out(on_instances):
+    def refused(strategy):
+        model = strategies.torch.DistributedModel(drawn(Experts), strategy)
+        with pytest.raises(StrategyError, match=r"some\.weight has no gradient .* missing_gradients=\"zero\""):
+            train(model, strategy)
+
+    def train(model, strategy):
+        for step in range(STEPS):
+            model.zero_grad()
+            model.backward(model, rows_of(step, strategy.local_replicas))
+
+    for instances in (1, 2, 4):
+        on_instances(instances, REPLICAS, refused)
+
+
+@pytest.mark.parametrize("missing", ["error", "zero"])
+def test_buckets_that_leave_during_the_backward_pass_may_lack_gradients(missing, on_instances, monkeypatch):
+    monkeypatch.setattr("strategies.torch.gradient_exchange.BUCKET_BYTES", 64)
+    options = {"missing_gradients": missing, "stream_gradients": True}
+    idiom, expected = dataclasses.replace(LACKING, options=options), by_copies(LACKING, REPLICAS, "zero")
+
+    def trained(strategy):
+        try:
+            return bits_of(by_trainer(idiom, strategy))
+        except StrategyError:
+            return "refused"
+
+    wanted = bits_of(expected) if missing == "zero" else "refused"
+    for instances in (1, 2, 4):
+        assert on_instances(instances, REPLICAS, trained) == [wanted] * instances

@@ -22,10 +22,10 @@ from strategies.defaults import Defaults
 from strategies.errors import NonFiniteGradientError
 from strategies.exchange.local_path import LocalPath
 from strategies.exchange.transfer import GradientTransfer
-from strategies.torch.gradient_exchange import Parameter, TorchGradientPlan
-from strategies.torch.on_device.arithmetic import TorchArithmetic
-from strategies.torch.on_device.contribution import DeviceContribution
-from strategies.torch.on_device.sums import TreeSums
+from strategies.torch.exchange.arithmetic import TorchArithmetic
+from strategies.torch.exchange.device import DeviceExchange
+from strategies.torch.exchange.plan import Parameter, Told, TorchGradientPlan
+from strategies.torch.replica_memory import ReplicaMemory
 
 CPU = torch.device("cpu")
 COMPILED = Defaults(exchange="compiled")
@@ -104,15 +104,24 @@ def test_no_operator_of_a_step_waits_for_a_number(replicas):
     assert waits.seen == []
 
 
+def device_exchange(replicas, *names):
+    """Return the exchange of gradients of two numbers each, for one instance with all replicas."""
+    parameters = tuple(Parameter(name, (2,), torch.zeros(0).numpy().dtype) for name in names)
+    plan = TorchGradientPlan(parameters, GradientTransfer(), tail=1)
+    path, rows = LocalPath(replicas, TorchArithmetic()), [{}] * replicas
+    return DeviceExchange(plan, ("loss",), path, ReplicaMemory(CPU), None, rows)
+
+
 def test_sums_begin_as_soon_as_both_parts_are_ready():
-    alive, sums = [], TreeSums(LocalPath(8, TorchArithmetic()), TorchArithmetic())
+    alive, exchange = [], device_exchange(8, "a")
     for replica in range(6):
-        sums.add(replica, [torch.full((3,), float(replica))])
-        alive.append(len(sums._nodes))
+        exchange.take_all([torch.full((2,), float(replica))], replica)
+        exchange.tell(Told([torch.zeros((), dtype=torch.float64)], 0, [True], []), replica)
+        alive.append(len(exchange._nodes))
     assert alive == [1, 1, 2, 1, 2, 2]
-    [of_buffer] = sums.take()
-    assert [one.tolist() for one in of_buffer] == [[6.0] * 3, [9.0] * 3]
-    assert sums.take() == []
+    of_node = [sum_.tolist()[:2] for [*sums] in exchange.buffers(0) for sum_ in sums]
+    assert of_node == [[6.0] * 2, [9.0] * 2]
+    assert exchange.buffers(0) == []
 
 
 @pytest.mark.parametrize(("replicas", "sets"), [(1, 1), (2, 2), (3, 2), (4, 3)])
@@ -125,12 +134,10 @@ def test_the_plan_of_the_memory_has_the_sums_that_are_alive(replicas, sets):
 
 
 def test_gradients_in_one_memory_are_added_apart():
-    parameters = tuple(Parameter(name, (2,), torch.zeros(0).numpy().dtype) for name in "ab")
-    plan = TorchGradientPlan(parameters, GradientTransfer(), tail=1)
-    gradient = torch.ones(2)
-    contribution = DeviceContribution(plan, {}, CPU, True, False, False)
-    contribution.take_all([gradient, gradient])
-    one, other = contribution.arrays(0)
+    exchange, gradient = device_exchange(1, "a", "b"), torch.ones(2)
+    exchange.take_all([gradient, gradient])
+    exchange.tell(Told([torch.zeros((), dtype=torch.float64)], 0, [True, True], []))
+    [one], [other], _ = exchange.buffers(0)
     assert one.data_ptr() != other.data_ptr()
 
 

@@ -25,12 +25,13 @@ from idiom import (
     named,
     read,
     rows_of,
+    trained_by,
 )
 from idioms_of_losses import LOSSES
 from idioms_of_modules import HEAD, LAYERS, WRAPPERS, layered
 from idioms_of_optimizers import OPTIMIZERS
 from idioms_of_programs import CHANGES, HOOKS
-from tiers import first_of
+from tiers import first_of, only
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch_modules import sgd_trainer as trainer_of
@@ -161,6 +162,9 @@ ATTRIBUTES = [
     row("a list that is replaced", remembers([], replaced_list)),
     row("a list that keeps its length", remembers([1.0, 2.0], emptied)),
     row("a dictionary", remembers({}, keyed)),
+    row("a counter of words", remembers(collections.Counter(), keyed)),
+    row("a dictionary with defaults", remembers(collections.defaultdict(int), keyed)),
+    row("a dictionary in order", remembers(collections.OrderedDict(a=1), keyed)),
     row("a set", remembers(set(), put_into_set)),
     row("a deque", remembers(collections.deque(maxlen=2), appended)),
     row("an attribute that comes and goes", remembers(None, made)),
@@ -692,3 +696,97 @@ def test_a_compiled_module_trains_with_batches_of_several_sizes(on_instances):
     expected = trained(strategies.IPUStrategy(REPLICAS), True)
     assert expected == trained(strategies.IPUStrategy(REPLICAS), False)
     assert on_instances(2, REPLICAS, lambda strategy: trained(strategy, True)) == [expected] * 2
+
+
+@pytest.mark.parametrize(("failing", "replica"), [(2, 1), (0, 0), (3, 3)])
+def test_after_an_error_where_replicas_meet_all_is_as_before(failing, replica):
+    found = []
+    for rows in (None, rows_of(failing, range(REPLICAS))["x"][2 * replica : 2 * replica + 2]):
+        loss, module = FailingLoss(rows), drawn(Synchronised)
+        trainer = sgd_trainer(REPLICAS, module, loss)
+        for step in range(STEPS):
+            before = state_of(module)
+            if rows is not None and step == failing:
+                with pytest.raises(Fails):
+                    trainer.step(rows_of(step, range(REPLICAS)))
+                assert state_of(module) == before
+            trainer.step(rows_of(step, range(REPLICAS)))
+        found.append(state_of(module)[0])
+    assert found[0] == found[1]
+
+
+# ---- a loop of the program
+
+
+def by_backward(idiom, strategy):
+    """Train by `DistributedModel.backward`."""
+    module = drawn(idiom.module)
+    optimizer, model = idiom.optimizer(module), strategies.torch.DistributedModel(module, strategy)
+
+    def step(number):
+        optimizer.zero_grad()
+        loss = model.backward(lambda rows: idiom.loss(model, rows), rows_of(number, strategy.local_replicas))
+        optimizer.step()
+        return float(loss)
+
+    return trained_by(idiom, module, optimizer, step)
+
+
+@pytest.mark.parametrize("idiom", only([*ATTRIBUTES[::4], *PARTS[::5]], COPIED.values()), ids=str)
+def test_a_loop_has_the_bits_of_copies_too(idiom, on_instances):
+    expected = bits_of(by_copies(idiom, REPLICAS))
+    for instances in (1, 2, 4):
+        found = on_instances(instances, REPLICAS, lambda strategy: by_backward(idiom, strategy))
+        assert [bits_of(one) for one in found] == [expected] * instances
+
+
+# ---- attributes in evaluations, and after changes of the module
+
+
+class Sums(nn.Module):
+    """A module whose replicas keep a list that differs, and use it in evaluations."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.seen, self.passes = nn.Linear(FEATURES, CLASSES), [], 0
+
+    def forward(self, x):
+        self.seen.append(float(x.detach().max()))
+        self.passes += 1
+        return self.last(x) * (self.passes + sum(self.seen))
+
+
+def test_evaluations_and_predictions_begin_with_the_attributes_of_each_replica(on_instances):
+    """They change nothing: the next step goes on as if there had been none."""
+
+    def trained(strategy, evaluates):
+        module, found = drawn(Sums), []
+        trainer = sgd_trainer(strategy, module)
+        batches = [rows_of(step, strategy.local_replicas) for step in range(4)]
+        for batch in batches:
+            trainer.step(batch)
+            if evaluates:
+                found += [trainer.evaluate(batches[:2])["loss"] for _ in range(2)]
+                found += [np.asarray(one).tolist() for one in trainer.predict(batches[:1], lambda m, b: m(b["x"]))]
+        return strategies.fingerprint(module.state_dict()), found
+
+    expected = trained(strategies.IPUStrategy(REPLICAS), True)
+    assert expected[0] == trained(strategies.IPUStrategy(REPLICAS), False)[0]
+    assert expected[1][0] == expected[1][1]
+    for instances in (2, 4):
+        assert on_instances(instances, REPLICAS, lambda strategy: trained(strategy, True)) == [expected] * instances
+
+
+def frozen_between_steps(module, optimizer):
+    yield
+    yield
+    module.last.bias.requires_grad_(False)
+    yield
+    module.last.bias.requires_grad_(True)
+    yield
+    yield
+
+
+def test_replicas_keep_their_attributes_when_the_program_freezes_a_layer(on_instances):
+    idiom = Idiom("frozen between steps", Sums, program=frozen_between_steps)
+    has_bits_on_instances(idiom, bits_of(by_copies(idiom, REPLICAS)), on_instances)

@@ -88,8 +88,8 @@ def with_jax(folder: Path) -> tuple[Callable[[], MappedMemory], Any, Any, Callab
 
 
 def with_torch(folder: Path) -> tuple[Callable[[], MappedMemory], Any, Any, Callable[[np.ndarray], Any]]:
-    from strategies.torch.on_device.arithmetic import TorchArithmetic
-    from strategies.torch.on_device.views import TorchViews
+    from strategies.torch.exchange.arithmetic import TorchArithmetic
+    from strategies.torch.exchange.views import TorchViews
     from strategies.torch.tensors import as_tensor
 
     return HostMemory, TorchArithmetic(), TorchViews(), lambda array: as_tensor(array).clone()

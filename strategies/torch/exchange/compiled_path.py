@@ -14,8 +14,8 @@ from collectives.arrays import ALIGNMENT_BYTES, accumulator_dtype
 from collectives.plans.spread import Spread
 from strategies.exchange.fusion import fusion_groups
 from strategies.exchange.on_device import COMPILED, DevicePath
-from strategies.torch.on_device.arithmetic import TorchArithmetic, torch_dtype
-from strategies.torch.on_device.instance_group import InstanceGroup
+from strategies.torch.exchange.arithmetic import TorchArithmetic, torch_dtype
+from strategies.torch.exchange.instance_group import InstanceGroup
 
 FUSED_BYTES = 64 << 20
 """Largest size of buffers that travel together. Copying them costs less than a collective for each."""

@@ -1,7 +1,4 @@
-"""The mean gradients of a module over all replicas, for one plan and the present instances.
-
-The plan says how gradients travel: the buckets, and the place of each gradient in them.
-"""
+"""The plan of gradients: the buckets in which they travel, and the numbers that travel behind them."""
 
 from __future__ import annotations
 
@@ -9,11 +6,11 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from collectives import Communicator
 from strategies.core.gathering import replicas_where
 from strategies.core.members import Members
 from strategies.core.metrics import UnreadArray
@@ -21,12 +18,10 @@ from strategies.core.weights import weighted_means
 from strategies.errors import StrategyError
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.int8 import Int8Layout
-from strategies.exchange.means import Allocate, Bucket, Means
-from strategies.exchange.page_locks import lock_pages
+from strategies.exchange.means import Allocate, Bucket
 from strategies.exchange.shards import Shards
 from strategies.exchange.transfer import GradientTransfer
-from strategies.torch.outcomes import are_weighted
-from strategies.torch.tensors import as_tensor, dtype_of, real_view
+from strategies.torch.tensors import dtype_of, real_view
 
 BUCKET_BYTES = 4 << 20
 """Size of a bucket of streamed gradients: it leaves when this many bytes are ready."""
@@ -216,6 +211,37 @@ class Tail:
         return metrics + 3 + parameters + buffers
 
 
+Fact: TypeAlias = float | torch.Tensor
+"""A number on the host, or a tensor of no axes on the device."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """The numbers that a replica sends behind its gradients.
+
+    Attributes:
+        metrics: The metrics; the weight of the losses is the last one, if they have weights.
+        settings: The hash of the settings, see `StepSettings.word`.
+        has_gradient: For each trained parameter, whether it has a gradient.
+        has_changed: For each buffer, whether the step has changed it: 0 or 1, and more if its shape has changed.
+        notice: Whether the replica's instance was given a notice.
+        weight: The mean weight of the losses; None if they have no weights.
+    """
+
+    metrics: Sequence[Fact]
+    settings: int
+    has_gradient: Sequence[bool]
+    has_changed: Sequence[Fact]
+    notice: bool = False
+    weight: float | None = None
+
+    @property
+    def values(self) -> list[float]:
+        """The values of the tail, after waiting for the device."""
+        metrics, changed = map(float, self.metrics), map(float, self.has_changed)
+        return [*metrics, self.notice, self.settings, self.settings**2, *self.has_gradient, *changed]
+
+
 def refuse_gradients_of_some(
     plan: TorchGradientPlan,
     shares: np.ndarray,
@@ -244,159 +270,6 @@ def refuse_gradients_of_some(
         lacking = replicas_where(members, [not one for one in seen(some[0])], "who lacks a gradient")
         raise StrategyError(
             f"{plan.parameters[some[0]].name} has no gradient on the replicas {lacking}, and one on the others; let "
-            f"the loss of every replica depend on it, if only by 0 * parameter.sum(){more}"
+            f"the loss of every replica depend on it, if only by 0 * parameter.sum(){more}; or count the missing "
+            'gradients as zeros, as missing_gradients="zero" does'
         )
-
-
-class GradientExchange:
-    """An exchange over the communicator. All instances compute the means on the host.
-
-    The mean of a gradient with a buffer of its own is written over the gradient of the first local replica: it takes no
-    memory, and nobody copies it. The other means lie in memory of the exchange.
-
-    Args:
-        plan: The plan of the gradients.
-        names: The names of the metrics in the tail.
-        communicator: The communicator of all instances.
-        replicas: The number of replicas of all instances.
-        allocate: Makes the memory of the means. Collective if instances share it.
-        writes_over: Whether means may be written over gradients. If not, gradients can be inspected afterwards.
-        gpu: The ordinal of the GPU to which means go; None if they stay on the host.
-
-    Attributes:
-        plan: The plan of the gradients.
-        names: The names of the metrics in the tail.
-        buckets: The buckets, with the memory of the exchange.
-    """
-
-    def __init__(
-        self,
-        plan: TorchGradientPlan,
-        names: tuple[str, ...],
-        communicator: Communicator,
-        replicas: int,
-        allocate: Allocate,
-        writes_over: bool = False,
-        gpu: int | None = None,
-    ) -> None:
-        self.plan, self.names = plan, names
-        self._means = Means(communicator, replicas, plan.quantised)
-        self._is_alone = replicas == 1 and plan.quantised is None  # the mean over one replica is its gradient
-        self.buckets = plan.buckets(allocate, writes_over)
-        self._numbers = {bucket.name: number for number, bucket in enumerate(self.buckets)}
-        self._over = [self._written_over(bucket, writes_over) for bucket in self.buckets]
-        pairs = list(zip(self.buckets, self._over, strict=True))
-        self._kept = [[place for place in bucket.whole if place not in over] for bucket, over in pairs]
-        self._results = [list(bucket.results) for bucket in self.buckets]
-        self._gpu = gpu
-        self._locks = [] if gpu is None else lock_pages([one for results in self._results for one in results], gpu)
-        self._dtypes = [as_tensor(np.empty(0, parameter.dtype)).dtype for parameter in plan.parameters]
-        self._views: list[torch.Tensor | None] = [None] * len(plan.parameters)
-        self._passing = [number for number in range(len(self._views)) if self.is_over(number)]
-        self._converted: dict[int, torch.Tensor] = {}
-
-    def _written_over(self, bucket: Bucket, writes_over: bool) -> list[int]:
-        """Return the numbers of the buffers whose means are written over gradients."""
-        buffers = enumerate(bucket.layout.buffers)
-        if self._is_alone:
-            return [place for place, _ in buffers]
-        return [place for place, buffer in buffers if buffer.is_of_one and writes_over and self.plan.is_whole]
-
-    def is_over(self, number: int) -> bool:
-        """Return whether the mean of a parameter is written over the gradient of the first local replica."""
-        if self.plan.quantised is not None:
-            return False
-        place = self.plan.places[number]
-        return place.buffer in self._over[place.bucket]
-
-    def reduce(self, bucket: Bucket, contributions: Sequence[Sequence[np.ndarray]]) -> None:
-        """Compute the means of a bucket from the buffers of the local replicas. Collective."""
-        number = self._numbers[bucket.name]
-        self.reduce_kept(number, contributions)
-        self.reduce_over(number, contributions)
-
-    def reduce_kept(self, number: int, contributions: Sequence[Sequence[np.ndarray]]) -> None:
-        """Compute the means that are not written over gradients, and the tail. Gradients stay as they are. Collective.
-
-        Args:
-            number: The number of the bucket.
-            contributions: The buffers of the local replicas.
-        """
-        if self._gpu is not None:  # the GPU may still be reading the last means
-            torch.cuda.current_stream(self._gpu).synchronize()
-        if self.plan.is_whole or self._is_alone:
-            self._reduce(number, self._kept[number], contributions)
-        else:
-            self._means.reduce(self.buckets[number], contributions)
-
-    def reduce_over(self, number: int, contributions: Sequence[Sequence[np.ndarray]]) -> None:
-        """Write the means over the gradients of the first local replica, after `reduce_kept`. Collective."""
-        results, over = self._results[number], self._over[number]
-        for place in over:
-            results[place] = contributions[place][0]
-        if not self._is_alone:
-            self._reduce(number, over, contributions)
-
-    def _reduce(self, number: int, places: Sequence[int], contributions: Sequence[Sequence[np.ndarray]]) -> None:
-        if places:
-            self._means.reduce_whole(self.buckets[number], contributions, places, self._results[number])
-
-    def let_go(self) -> None:
-        """Drop the gradients over which means were written."""
-        if self._passing:
-            self._results = [list(bucket.results) for bucket in self.buckets]
-            for number in self._passing:
-                self._views[number] = None
-
-    @property
-    def tail(self) -> Tail:
-        """The numbers that arrived behind the last bucket."""
-        last = self.buckets[-1].layout.tail_view(self._results[-1])
-        return Tail.of(last, len(self.names), len(self.plan.parameters), are_weighted(self.names))
-
-    def means(self, *divisors: float) -> list[torch.Tensor]:
-        """Return the mean gradients, divided, in the dtypes of their parameters; valid until the next step.
-
-        If means are sharded, they are this instance's shards.
-
-        Args:
-            divisors: Numbers by which to divide, one after another: the loss scale and the mean weight of losses.
-        """
-        others = [divisor for divisor in divisors if divisor != 1]
-        return [self._mean(number, dtype, others) for number, dtype in enumerate(self._dtypes)]
-
-    def give(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Copy each mean into its gradient, in place; None in place of a gradient leaves the mean out."""
-        own = [one for one in gradients if one is not None]
-        if own:
-            means = [self._received(number) for number, one in enumerate(gradients) if one is not None]
-            with torch.no_grad():
-                torch._foreach_copy_(own, means)
-
-    def _received(self, number: int) -> torch.Tensor:
-        """Return the memory of a mean as a tensor."""
-        view = self._views[number]
-        if view is None:
-            view = self._views[number] = as_tensor(self._array(number))
-        return view
-
-    def _array(self, number: int) -> np.ndarray:
-        """Return a gradient's mean, as a view of its buffer; if means are sharded, this instance's shard, flat."""
-        if self.plan.quantised is not None:
-            assert self._means.of_payload is not None
-            return self.plan.quantised.views(self._means.of_payload)[number]
-        place = self.plan.places[number]
-        bucket, results = self.buckets[place.bucket], self._results[place.bucket]
-        return results[place.buffer] if place.buffer in bucket.scattered else bucket.layout.view(place.leaf, results)
-
-    def _mean(self, number: int, dtype: torch.dtype, divisors: Sequence[float]) -> torch.Tensor:
-        received = self._received(number)
-        if not divisors and dtype == received.dtype:
-            return received
-        mean = self._converted.get(number)
-        if mean is None:
-            mean = self._converted[number] = torch.empty_like(received, dtype=dtype)
-        wide = received.to(torch.promote_types(received.dtype, torch.float32)) if divisors else received
-        for divisor in divisors:
-            wide = wide / divisor
-        return mean.copy_(wide)

@@ -19,10 +19,10 @@ from strategies.exchange.on_device import AUTO, HOST, WINDOW, DevicePath
 from strategies.exchange.window_path import WindowPath, windows_if_possible
 from strategies.exchange.windows import memory_of
 from strategies.jax.replicas.replicas import Replicas
-from strategies.torch.on_device.arithmetic import TorchArithmetic
-from strategies.torch.on_device.compiled_path import TorchCompiledPath
-from strategies.torch.on_device.host_path import TorchHostPath
-from strategies.torch.on_device.views import TorchViews
+from strategies.torch.exchange.arithmetic import TorchArithmetic
+from strategies.torch.exchange.compiled_path import TorchCompiledPath
+from strategies.torch.exchange.host_path import TorchHostPath
+from strategies.torch.exchange.views import TorchViews
 from strategies.torch.options import TorchOptions
 from strategies.torch.replica_memory import HOST as HOST_MEMORY
 from strategies.torch.replica_memory import ReplicaMemory

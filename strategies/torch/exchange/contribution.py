@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -13,9 +13,9 @@ from strategies.errors import StrategyError
 from strategies.exchange.flat import private_memory
 from strategies.exchange.int8 import NOT_FINITE, NUMPY, encode
 from strategies.exchange.page_locks import lock_pages
-from strategies.torch.gradient_exchange import TorchGradientPlan
-from strategies.torch.replicas.groups import GroupRow
+from strategies.torch.exchange.plan import TorchGradientPlan
 from strategies.torch.replica_memory import HOST
+from strategies.torch.replicas.groups import GroupRow
 from strategies.torch.tensors import as_array, as_tensor
 
 
@@ -155,16 +155,8 @@ class Contribution:
         of_loss = None if weight is None else np.float32(weight)
         return encode(quantised, found, residuals, payload, NUMPY, of_loss)[1]
 
-    def set_tail(
-        self,
-        metrics: Sequence[float],
-        notice: bool,
-        settings: int,
-        has_gradient: Iterable[bool],
-        has_changed: Iterable[float],
-    ) -> None:
+    def set_tail(self, values: Sequence[float]) -> None:
         """Write the values that travel behind the last bucket; see `Tail`."""
-        values = [*metrics, notice, settings, settings**2, *has_gradient, *has_changed]
         last = len(self._plan.layouts) - 1
         memory = self._memory(last, 0)
         memory[memory.size - len(values) :] = values

@@ -8,12 +8,12 @@ import torch
 
 from collectives.tree import TreeNode
 from strategies.jax.replicas.replicas import Replicas
-from strategies.torch.replicas.buffers import ModelBuffers
-from strategies.torch.replicas.module_parts import Slot
-from strategies.torch.on_device.arithmetic import TorchArithmetic
-from strategies.torch.on_device.contribution import Told
+from strategies.torch.exchange.arithmetic import TorchArithmetic
+from strategies.torch.exchange.plan import Fact
 from strategies.torch.options import FIRST, PER_REPLICA
 from strategies.torch.replica_memory import ReplicaMemory
+from strategies.torch.replicas.buffers import ModelBuffers
+from strategies.torch.replicas.module_parts import Slot
 from strategies.torch.tensors import dtype_of
 
 
@@ -33,7 +33,7 @@ class BuffersHere:
         self._nodes = [TreeNode(replica, replica + 1) for replica in replicas.local_replicas]
 
     def agreed(
-        self, slots: Sequence[Sequence[Slot]], changed: Sequence[Sequence[Told]], reads: bool
+        self, slots: Sequence[Sequence[Slot]], changed: Sequence[Sequence[Fact]], reads: bool
     ) -> tuple[dict[int, torch.Tensor], frozenset[int]]:
         """Return the new values by their numbers, and the numbers of the buffers known to have changed.
 
@@ -61,7 +61,7 @@ class BuffersHere:
             values[number] = self._kept(number, values[number], unsure[number])
         return values, frozenset(sure)
 
-    def _read(self, columns: list[list[Told]]) -> list[list[Told]]:
+    def _read(self, columns: list[list[Fact]]) -> list[list[Fact]]:
         """Replace values on the device by numbers on the host, with one read for all."""
         unknown = [one for column in columns for one in column if isinstance(one, torch.Tensor)]
         if not unknown:
@@ -79,17 +79,17 @@ class BuffersHere:
         mean = TorchArithmetic().mean(self._nodes, flat, dtype_of(values[0]), len(values))
         return mean.view(values[0].shape)
 
-    def _kept(self, number: int, value: torch.Tensor, column: Sequence[Told]) -> torch.Tensor:
+    def _kept(self, number: int, value: torch.Tensor, column: Sequence[Fact]) -> torch.Tensor:
         """Return the new value if any replica has changed its own, else the old value. The host does not wait."""
         old = self._buffers.own.get(number, self._buffers.slots[number].tensor).detach()
         has_changed = torch.stack([one for one in column if isinstance(one, torch.Tensor)]).any()
         return torch.where(has_changed, value, old)
 
 
-def any_unknown(column: Sequence[Told]) -> bool:
+def any_unknown(column: Sequence[Fact]) -> bool:
     """Return whether any value is on the device, unknown to the host."""
     return any(isinstance(one, torch.Tensor) for one in column)
 
 
-def _is_sure(one: Told) -> bool:
+def _is_sure(one: Fact) -> bool:
     return not isinstance(one, torch.Tensor) and bool(one)

@@ -12,7 +12,7 @@ from typing_extensions import override
 from collectives import Communicator
 from collectives.plans.spread import Spread
 from strategies.exchange.on_device import HOST, DevicePath
-from strategies.torch.on_device.arithmetic import torch_dtype
+from strategies.torch.exchange.arithmetic import torch_dtype
 from strategies.torch.tensors import as_array, host_array
 
 

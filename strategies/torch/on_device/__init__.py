@@ -1,1 +1,0 @@
-"""PyTorch's exchange of gradients that lie on a device."""
