@@ -125,7 +125,7 @@ IN_DEVICE_STEPS = (
     ),
     Fault(
         name="PyTorch multiplies sums on a device by a rounded reciprocal",
-        path="strategies/torch/on_device/arithmetic.py",
+        path="strategies/torch/exchange/arithmetic.py",
         old="math.frexp(divisor)[0] == 0.5 and 2.0**-126 <= divisor <= 2.0**126",
         new="True",
         caught_by="tests/strategies/on_torch/test_device_arithmetic.py::test_a_mean_on_a_device_has_the_bits_of_the_host",

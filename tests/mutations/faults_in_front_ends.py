@@ -136,13 +136,13 @@ IN_FRONT_ENDS = (
         path="strategies/torch/replicas/generators.py",
         old="                lay_all(_process.of_program)\n",
         new="                pass\n",
-        caught_by="tests/strategies/on_torch/test_torch_generators.py::test_the_program_goes_on_as_if_replicas_had_drawn_nothing",
+        caught_by="tests/strategies/on_torch/test_torch_generators.py::test_after_an_error_the_program_goes_on_with_its_numbers",
     ),
     Fault(
         name="a loop writes means over gradients before it knows whether all have the same plan",
-        path="strategies/torch/loop_exchange.py",
-        old="self._exchange.reduce_kept(self._last, self._taken(self._last))",
-        new="self._exchange.reduce(self._exchange.buckets[self._last], self._taken(self._last))",
+        path="strategies/torch/exchange/host.py",
+        old="        self._reduce_kept(last, self.buffers(last))",
+        new="        self.reduce(self.buckets[last], self.buffers(last))",
         caught_by="tests/strategies/on_torch/test_means_over_gradients.py::test_gradients_are_exchanged_again_if_one_instance_makes_a_new_plan",
     ),
     Fault(
@@ -164,7 +164,7 @@ IN_FRONT_ENDS = (
         path="strategies/torch/replicas/generators.py",
         old="seed_from(seed, replica, step, micro_batch)",
         new="seed_from(seed, 0, step, micro_batch)",
-        caught_by="tests/strategies/on_torch/test_torch_generators.py::test_seeds_differ_for_each_replica_step_and_micro_batch",
+        caught_by="tests/strategies/on_torch/test_torch_generators.py::test_seeds_differ_for_each_training_replica_step_and_micro_batch",
     ),
     Fault(
         name="buffers of a module come from replica 0 instead of the mean",
@@ -189,21 +189,21 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="gradients on a device that share memory are added to each other",
-        path="strategies/torch/on_device/contribution.py",
-        old="            if gradient.data_ptr() in seen:",
-        new="            if gradient.data_ptr() in ():",
+        path="strategies/torch/exchange/device.py",
+        old="        if gradient.data_ptr() in seen:",
+        new="        if gradient.data_ptr() in ():",
         caught_by="tests/strategies/on_torch/test_steps_on_a_device.py::test_gradients_in_one_memory_are_added_apart",
     ),
     Fault(
         name="an unchanged buffer on a device becomes the rounded mean of equal numbers",
-        path="strategies/torch/on_device/buffers.py",
+        path="strategies/torch/replicas/device_buffers.py",
         old="        return torch.where(has_changed, value, old)",
         new="        return value",
         caught_by="tests/strategies/on_torch/test_steps_on_a_device.py::test_an_unchanged_buffer_keeps_its_bits",
     ),
     Fault(
         name="16-bit gradients are divided by the loss scale in 16 bits",
-        path="strategies/torch/gradient_exchange.py",
+        path="strategies/torch/exchange/host.py",
         old="wide = received.to(torch.promote_types(received.dtype, torch.float32)) if divisors else received",
         new="wide = received",
         caught_by="tests/strategies/on_torch/test_torch_trainer.py::TestLossScaling::test_gradients_of_16_bits_are_divided_in_32",
@@ -315,7 +315,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="a loss scale is removed in 16 bits",
-        path="strategies/torch/gradient_exchange.py",
+        path="strategies/torch/exchange/host.py",
         old="wide = wide / divisor",
         new="wide = wide.to(received.dtype) / divisor",
         caught_by="tests/strategies/on_torch/test_torch_updates.py::test_a_loss_scale_is_removed_in_32_bits_if_gradients_travel_in_16",
@@ -441,7 +441,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="a replica without a gradient sends the previous step's",
-        path="strategies/torch/contribution.py",
+        path="strategies/torch/exchange/contribution.py",
         old="        if gradient is None:\n            view.zero_()",
         new="        if gradient is None:\n            pass",
         caught_by="tests/strategies/on_torch/test_repeated_turns.py::test_a_parameter_without_a_gradient_adds_no_old_gradient",
@@ -512,8 +512,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="a repeated pass of a loop begins with the buffers of the interrupted one",
         path="strategies/torch/replica_turns.py",
-        old="self._averaging.parts.device, self._is_repetition)",
-        new="self._averaging.parts.device)",
+        old="TurnsOfStep(step, number, local, device, self._is_repetition)",
+        new="TurnsOfStep(step, number, local, device)",
         caught_by="tests/strategies/on_torch/test_torch_surviving.py::test_a_loop_survives_a_loss_at_every_event_of_a_step",
     ),
     Fault(

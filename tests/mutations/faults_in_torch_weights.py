@@ -19,13 +19,13 @@ IN_TORCH_WEIGHTS = (
     Fault(
         name="mean gradients on the host are not divided by the mean weight",
         path="strategies/torch/engine.py",
-        old="else scale, tail.weight, results)\n        means = exchange.means(*divisors)",
-        new="else scale, tail.weight, results)\n        means = exchange.means(scale)",
+        old="        means = exchange.means(*divisors)\n",
+        new="        means = exchange.means(divisors[0])\n",
         caught_by=f"{_ONE_PROCESS}[plain]",
     ),
     Fault(
         name="the weights of an instance's replicas on a device are added without the last one",
-        path="strategies/torch/on_device/exchange.py",
+        path="strategies/torch/exchange/device.py",
         old="for one in self._told], operator.add)",
         new="for one in self._told[:-1]], operator.add)",
         caught_by=f"{_ONE_PROCESS}[on a device]",

@@ -13,8 +13,8 @@ from torch_modules import distributed, sgd_trainer
 import strategies
 from strategies import StrategyError
 from strategies.exchange.transfer import GradientTransfer
-from strategies.torch.contribution import Contribution
-from strategies.torch.gradient_exchange import BUCKET_BYTES, Parameter, TorchGradientPlan
+from strategies.torch.exchange.contribution import Contribution
+from strategies.torch.exchange.plan import BUCKET_BYTES, Parameter, TorchGradientPlan
 from strategies.torch.replicas.steps import LeavingGradients
 
 
@@ -166,7 +166,8 @@ def test_a_bucket_is_ready_after_its_last_gradient():
     plan = TorchGradientPlan(described, GradientTransfer(), streams=True, tail=5)
     assert plan.members == ((2, 1), (0,))
     own, ready, looks = Contribution(plan), [], []
-    leaving = LeavingGradients(SimpleNamespace(plan=plan), own, ready.append, lambda bucket: None)
+    exchange = SimpleNamespace(plan=plan, take=lambda number, gradient, place: own.take(number, gradient))
+    leaving = LeavingGradients(exchange, 0, ready.append, lambda bucket: None)
     first, second, third = parameters
     hidden = first.sum()
     hidden.register_hook(lambda _: looks.append([*ready]))
@@ -175,7 +176,7 @@ def test_a_bucket_is_ready_after_its_last_gradient():
     with leaving.of([(one, one) for one in parameters]) as begin:
         begin()
         (third.sum() * later).backward()
-    leaving.rest(own, [one.grad for one in parameters])
+    leaving.rest([one.grad for one in parameters])
     assert looks == [[], [0]]
     assert ready == [0]
     assert leaving.seen == [True] * 3
