@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from gpu_task import (
-    BITS,
     COPY,
     DDP,
     HEAD,
@@ -182,8 +181,6 @@ class OursTorch(GpuSteps):
         self._strategy = strategies.PopDistStrategy()
         self._module = module_of(case)
         options: dict[str, Any] = {"replica_device": "cuda"} if ON_GPU else {}
-        if case.model != BITS:
-            options["verify_steps"] = 0  # comparisons of the first steps would be measured
         optimizer = optimizer_of(case, self._module)
         self._trainer = strategies.torch.Trainer(self._strategy, self._module, loss_of(case), optimizer, **options)
         rows = rows_of(case) // case.replicas

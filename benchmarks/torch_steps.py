@@ -172,7 +172,7 @@ def compare_pipeline(rounds: int, count: int = 16) -> dict[str, float]:
     schedules = {
         "one device": None,
         "four devices": "one_forward_one_backward",
-        "four devices, zero_bubble": "zero_bubble",
+        "four devices, grouped": "grouped",
     }
     row = medians(in_turns({name: by_pipeline(schedule, count) for name, schedule in schedules.items()}, rounds))
     costs = {name: (row[name] - row["one device"]) / (4 * count) for name in list(row)[1:]}

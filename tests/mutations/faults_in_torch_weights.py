@@ -19,8 +19,8 @@ IN_TORCH_WEIGHTS = (
     Fault(
         name="mean gradients on the host are not divided by the mean weight",
         path="strategies/torch/engine.py",
-        old="else scale, tail.weight, runs)\n        means = exchange.means(*divisors)",
-        new="else scale, tail.weight, runs)\n        means = exchange.means(scale)",
+        old="else scale, tail.weight, results)\n        means = exchange.means(*divisors)",
+        new="else scale, tail.weight, results)\n        means = exchange.means(scale)",
         caught_by=f"{_ONE_PROCESS}[plain]",
     ),
     Fault(
@@ -32,14 +32,14 @@ IN_TORCH_WEIGHTS = (
     ),
     Fault(
         name="gradients of the weight 0 stay NaN",
-        path="strategies/torch/gradient_map.py",
+        path="strategies/torch/replicas/gradient_map.py",
         old="            return torch.zeros_like(gradient)",
         new="            return gradient",
         caught_by=f"{_ONE_PROCESS}[plain]",
     ),
     Fault(
         name="a micro-batch of a pipeline gets the weight of another one",
-        path="strategies/torch/gradient_map.py",
+        path="strategies/torch/replicas/gradient_map.py",
         old="weight = self._weight if self._at_once == 1 else self._weights[threading.get_ident()]",
         new="weight = self._weight",
         caught_by=f"{_OF_TRAINER}test_a_pipeline_trains_with_all_tokens",
@@ -53,8 +53,8 @@ IN_TORCH_WEIGHTS = (
     ),
     Fault(
         name="SyncBatchNorm gets zeros in place of gradients of other replicas' losses",
-        path="strategies/torch/replica_run.py",
-        old="        if weight is not None and self._meets:\n",
+        path="strategies/torch/replicas/passes.py",
+        old="        if self._meets:\n",
         new="        if False:\n",
         caught_by=f"{_OF_TRAINER}test_synchronised_batch_norm_has_the_gradients_of_all_tokens",
     ),

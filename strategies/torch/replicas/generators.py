@@ -159,7 +159,7 @@ class Baton(AbstractContextManager[None]):
         _process.computing = self
 
 
-class _Process:
+class _ReplicasOfProcess:
     """The replicas of this process.
 
     Attributes:
@@ -176,7 +176,7 @@ class _Process:
         self.of_program: AllStates | None = None
 
 
-_process = _Process()
+_process = _ReplicasOfProcess()
 _mine = ThreadValue[Baton | None](None)
 
 

@@ -56,10 +56,10 @@ class Compared(Protocol):
         """The buffers and frozen parameters afterwards."""
 
 
-_guard: ThreadValue[Guard | None] = ThreadValue(None)
+_guard: ThreadValue[RepetitionGuard | None] = ThreadValue(None)
 
 
-class Guard:
+class RepetitionGuard:
     """The comparisons of one module.
 
     Args:

@@ -17,7 +17,7 @@ Changes = Sequence[float | torch.Tensor]
 if the host does not know."""
 
 
-class _Kept:
+class _KeptSlot:
     """A slot that replicas may change, and its value at the beginning of the step."""
 
     def __init__(self, slot: Slot) -> None:
@@ -57,7 +57,7 @@ class ReplicaState:
 
     def __init__(self, buffers: ModelBuffers, attributes: Attributes) -> None:
         self.buffers, self.attributes = buffers, attributes
-        self._kept: dict[int, _Kept] = {}  # by the number of the slot
+        self._kept: dict[int, _KeptSlot] = {}  # by the number of the slot
         self._slots: Sequence[Slot] = ()
         self._own: Mapping[int, torch.Tensor] = {}
         self._are_several = False
@@ -116,7 +116,7 @@ class ReplicaState:
                 elif number in self._kept:
                     self._kept[number].begin()
                 else:
-                    self._kept[number] = _Kept(slot)
+                    self._kept[number] = _KeptSlot(slot)
         self._is_fresh = True
 
     def _put_back(self) -> None:

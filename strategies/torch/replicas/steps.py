@@ -199,7 +199,11 @@ class LocalReplicas:
             yield bucket, exchange.buffers(number)
 
     def _take_turns(
-        self, parts: Sequence[Batch], inputs: StepInputs, make_exchange: MakeExchange | None, leaving: Leaving | None
+        self,
+        parts: Sequence[Batch],
+        inputs: StepInputs,
+        make_exchange: MakeExchange | None,
+        leaving: LeavingGradients | None,
     ) -> None:
         last, replay = len(parts) - 1, None
         turns: list[Callable[[], tuple[ResultsOfTurn, Gradients]]] = [
@@ -239,7 +243,7 @@ class LocalReplicas:
         return [partial(result, place) for place in range(len(turns))]
 
     def _turn(
-        self, place: int, part: Batch, inputs: StepInputs, leaving: Leaving | None, is_again: bool = False
+        self, place: int, part: Batch, inputs: StepInputs, leaving: LeavingGradients | None, is_again: bool = False
     ) -> tuple[ResultsOfTurn, Gradients]:
         """Let a local replica compute, and return its results and gradients."""
         replica, seat = self.replicas[place], self._seats[place]
@@ -329,7 +333,7 @@ class LocalReplicas:
         results: ResultsOfTurn,
         gradients: Sequence[torch.Tensor | None],
         inputs: StepInputs,
-        leaving: Leaving | None,
+        leaving: LeavingGradients | None,
     ) -> None:
         """Hand the gradients of a replica to the exchange."""
         exchange, passes = self.exchange, results.passes
@@ -358,7 +362,8 @@ class LocalReplicas:
         """Let the replicas compute in a thread, and yield buckets while the last backward pass runs."""
         ready: SimpleQueue[int] = SimpleQueue()
         last = len(parts) - 1
-        leaving = Leaving(exchange, last, ready.put, partial(self._instruments.replica_ends, self.replicas[last], 0))
+        ended = partial(self._instruments.replica_ends, self.replicas[last], 0)
+        leaving = LeavingGradients(exchange, last, ready.put, ended)
         begun = self._threads.submit(self._take_turns, parts, inputs, None, leaving)
         begun.add_done_callback(lambda _: ready.put(self._last))
         try:
@@ -373,7 +378,7 @@ class LocalReplicas:
             wait([begun])
 
 
-class Leaving:
+class LeavingGradients:
     """The gradients of the last local replica, which leave while its last backward pass runs.
 
     Args:

@@ -13,7 +13,7 @@ from strategies.errors import StrategyError
 from strategies.torch.replicas.attributes import Attributes
 from strategies.torch.replicas.buffers import ModelBuffers
 from strategies.torch.replicas.generators import Baton, Leave, kept_generators
-from strategies.torch.replicas.guard import Compared, Guard, WriteMarks, repeats_bits
+from strategies.torch.replicas.guard import Compared, RepetitionGuard, WriteMarks, repeats_bits
 from strategies.torch.replicas.module_parts import ModuleWatch
 from strategies.torch.replicas.state import ReplicaState
 
@@ -68,7 +68,7 @@ class ReplicaTurns(Generic[Results]):
         repeats: bool = True,
     ) -> None:
         self._watch, self._count, self._repeats = watch, count, repeats
-        self.state, self.guard = ReplicaState(buffers, attributes), Guard(module)
+        self.state, self.guard = ReplicaState(buffers, attributes), RepetitionGuard(module)
 
     def repeats_in(self, step: TurnsOfStep) -> bool:
         """Return whether the first replica computes again in a step. One replica has no neighbours to disturb it."""

@@ -249,8 +249,9 @@ LAYERS = [
     Idiom("a table with sparse gradients", lambda: table(sparse=True), read, refused="is sparse, .* sparse=False",
           optimizer=lambda module: torch.optim.SGD(module.parameters(), 0.1)),
     Idiom("a bag of rows", lambda: nn.Sequential(nn.EmbeddingBag(WORDS, 6, mode="mean"), HEAD()), read),
-    Idiom("complex parameters", lambda: Apply(lambda self, x: (x.to(self.gain.dtype) @ self.gain).abs(),
-                                              gain=nn.Parameter(torch.randn(FEATURES, CLASSES, dtype=torch.complex64)))),
+    Idiom("complex parameters", lambda: Apply(
+        lambda self, x: (x.to(self.gain.dtype) @ self.gain).abs(),
+        gain=nn.Parameter(torch.randn(FEATURES, CLASSES, dtype=torch.complex64)))),
     Idiom("double precision", lambda: Apply(lambda self, x: self.last(x.double()).float(),
                                             last=nn.Linear(FEATURES, CLASSES, dtype=torch.float64))),
     Idiom("parameters of 16 bits", lambda: Apply(lambda self, x: self.last(x.bfloat16()).float(),

@@ -38,7 +38,7 @@ def held_by(trainer, batch):
         "model state": sum(each.nbytes for each in trainer.module.buffers()),
         "buffers at the beginning": sum(one.value.nbytes for one in local._state._kept.values()),
         "residuals": sum(each.nbytes for of_run in trainer._training.residuals for each in of_run),
-        "gradients": sum(a.nbytes for own in local._contributions for n in buckets for a in own.arrays(n)),
+        "gradients": sum(a.nbytes for own in local.exchange._contributions for n in buckets for a in own.arrays(n)),
         "means": sum(a.nbytes for a in results) + (0 if of_payload is None else of_payload.nbytes),
         "batch": sum(leaf.nbytes for leaf in jax.tree.leaves(batch)),
     }
