@@ -9,12 +9,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.random import mtrand
 
-from strategies.typing import Data, Element
+from strategies.typing import Data, Element, Tree
 
 _WORD = 2**32  # NumPy's global generator takes seeds of 32 bits
 _IN_BETWEEN = np.random.PCG64(0)
@@ -57,7 +57,7 @@ class GeneratorStates(NamedTuple):
 
     of_python: tuple[object, ...]
     of_numpy: np.random.BitGenerator
-    normal: dict[str, Any]
+    normal: Tree
     of_torch: _State | None
 
 

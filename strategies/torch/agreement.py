@@ -13,7 +13,7 @@ from __future__ import annotations
 import dis
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import partial
 from types import CellType, CodeType, FunctionType
 from typing import TypeGuard
@@ -79,14 +79,23 @@ def agree_on_order(replicas: Replicas, module: torch.nn.Module) -> None:
     put_in_order(module, together(replicas, lambda: tell(own), tell, lambda: own, recorded))
 
 
-def lines_of_module(module: torch.nn.Module) -> list[str]:
-    """Return one line for each submodule, parameter and buffer of a module."""
-    return list(_of_module(module))
+def lines_of_module(module: torch.nn.Module, of_steps: Container[tuple[int, str]] = ()) -> list[str]:
+    """Return one line for each submodule, parameter and buffer of a module.
+
+    Args:
+        module: The module.
+        of_steps: The attributes that steps assign, `Attributes.of_steps`. They are not compared.
+    """
+    return list(_of_module(module, of_steps))
 
 
-def _of_module(module: torch.nn.Module) -> Iterator[str]:
+def _of_module(module: torch.nn.Module, of_steps: Container[tuple[int, str]]) -> Iterator[str]:
     for name, inner in module.named_modules():
-        attributes = {key: value for key, value in vars(inner).items() if _is_compared(inner, key, value)}
+        attributes = {
+            key: value
+            for key, value in vars(inner).items()
+            if _is_compared(inner, key, value) and (id(vars(inner)), key) not in of_steps
+        }
         numbers = ", ".join(f"{key}={value!r}" for key, value in sorted(attributes.items()))
         yield f"{name or 'the module'}: {type(inner).__qualname__}({inner.extra_repr()}) {numbers}"
     for name, parameter in module.named_parameters():

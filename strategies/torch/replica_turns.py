@@ -115,8 +115,10 @@ class LoopTurns:
         if self._key != key or parts.is_behind:
             self._key, self._first_step = key, self._averaging.loop.step
         if self._turns is None or self._turns.state.buffers is not parts.buffers:
-            count = self._replicas.num_replicas_in_sync
-            self._turns = ReplicaTurns(self._module, parts.watch, parts.buffers, self.attributes, count, self.repeats)
+            count, may_repeat = self._replicas.num_replicas_in_sync, self._replicas.can_carry_on
+            self._turns = ReplicaTurns(
+                self._module, parts.watch, parts.buffers, self.attributes, count, self.repeats, may_repeat
+            )
         return self._turns
 
     def _turn(

@@ -129,6 +129,9 @@ class Attributes:
         module: The module.
         left_out: Attributes of a library, which the program does not assign.
         apart: Submodules of these classes are left alone.
+
+    Attributes:
+        of_steps: The attributes that steps have assigned: for each the id of its module's dictionary, and the name.
     """
 
     def __init__(
@@ -142,6 +145,7 @@ class Attributes:
         apart = *apart, torch.jit.ScriptModule
         self._module, self._apart = module, apart
         self._attributes: list[dict[str, Tree]] = []
+        self.of_steps: set[tuple[int, str]] = set()
         self._assigned: dict[tuple[int, str], _Assigned] = {}  # by the module's number and the attribute's name
         self.follow()
 
@@ -175,6 +179,14 @@ class Attributes:
                 contents.put()
         if of_all:
             self._assigned = {key: replace(one, of=dict(one.of)) for key, one in view.assigned.items()}
+
+    def note(self, before: AttributeView) -> None:
+        """Note what steps have assigned since a view."""
+        for attributes, then in zip(self._attributes, before.attributes, strict=True):
+            if not _are_same(attributes, then):
+                names = attributes.keys() | then.keys()
+                changed = [one for one in names if attributes.get(one, _MISSING) is not then.get(one, _MISSING)]
+                self.of_steps |= {(id(attributes), name) for name in changed}
 
     def undo(self, before: AttributeView, after: AttributeView) -> None:
         """Take back what replicas have assigned between two views, except where the program has assigned since."""

@@ -48,6 +48,7 @@ class ReplicaState:
     Args:
         buffers: The buffers and frozen parameters on which replicas agree after a step.
         attributes: The attributes of the module.
+        may_repeat: Whether a step may be repeated, because the job goes on without a lost instance.
 
     Attributes:
         buffers: The given buffers.
@@ -55,8 +56,9 @@ class ReplicaState:
         written: The names of the frozen parameters that replicas have written.
     """
 
-    def __init__(self, buffers: ModelBuffers, attributes: Attributes) -> None:
+    def __init__(self, buffers: ModelBuffers, attributes: Attributes, may_repeat: bool = False) -> None:
         self.buffers, self.attributes = buffers, attributes
+        self._may_repeat = may_repeat
         self._kept: dict[int, _KeptSlot] = {}  # by the number of the slot
         self._slots: Sequence[Slot] = ()
         self._own: Mapping[int, torch.Tensor] = {}
@@ -95,10 +97,12 @@ class ReplicaState:
             yield
         except BaseException:
             self.attributes.put(self._view)
-            self._after = None
+            self._view = None
             raise
         else:
-            self._after = self.attributes.view()
+            self.attributes.note(self._view)
+            self._after = self.attributes.view() if self._may_repeat else None
+            self._view = self._view if self._may_repeat else None  # it refers to values of the last step
         finally:
             self._put_back()
 

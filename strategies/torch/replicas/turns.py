@@ -52,6 +52,7 @@ class ReplicaTurns(Generic[Results]):
         attributes: The attributes of which each replica has its own.
         count: The number of all replicas.
         repeats: Whether the first replica computes again in steps 1, 2, 4, 8 and so on, to compare.
+        may_repeat: Whether a whole step may be repeated, because the job goes on without a lost instance.
 
     Attributes:
         state: The state that is put back before each replica.
@@ -66,9 +67,10 @@ class ReplicaTurns(Generic[Results]):
         attributes: Attributes,
         count: int,
         repeats: bool = True,
+        may_repeat: bool = False,
     ) -> None:
         self._watch, self._count, self._repeats = watch, count, repeats
-        self.state, self.guard = ReplicaState(buffers, attributes), RepetitionGuard(module)
+        self.state, self.guard = ReplicaState(buffers, attributes, may_repeat), RepetitionGuard(module)
 
     def repeats_in(self, step: TurnsOfStep) -> bool:
         """Return whether the first replica computes again in a step. One replica has no neighbours to disturb it."""

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from copies import by_copies
-from idiom import CLASSES, FEATURES, WORDS, Apply, Idiom, bits_of, by_trainer, classify, drawn, read
+from idiom import CLASSES, FEATURES, WORDS, Apply, Idiom, bits_of, by_trainer, classify, drawn, read, rows_of
 from torch import nn
 from torch_modules import sgd_trainer
 
@@ -807,7 +807,7 @@ def test_missing_gradients_are_refused_in_a_loop_with_the_way_out(on_instances):
 
 @pytest.mark.parametrize("missing", ["error", "zero"])
 def test_buckets_that_leave_during_the_backward_pass_may_lack_gradients(missing, on_instances, monkeypatch):
-    monkeypatch.setattr("strategies.torch.gradient_exchange.BUCKET_BYTES", 64)
+    monkeypatch.setattr("strategies.torch.exchange.plan.BUCKET_BYTES", 64)
     options = {"missing_gradients": missing, "stream_gradients": True}
     idiom, expected = dataclasses.replace(LACKING, options=options), by_copies(LACKING, REPLICAS, "zero")
 
