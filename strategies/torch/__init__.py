@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from strategies.torch.distributed_data import (
         distribute_dataset as distribute_dataset,
     )
-    from strategies.torch.distributed_model import DistributedModel as DistributedModel
+    from strategies.torch.distributed_model.model import DistributedModel as DistributedModel
     from strategies.torch.options import TorchOptions as TorchOptions
     from strategies.torch.outcomes import loss_weight as loss_weight
     from strategies.torch.replicas.generators import seed_of as seed_of
@@ -38,7 +38,7 @@ register()
 
 _PLACES = {
     "CollatedBatch": "strategies.torch.collated",
-    "DistributedModel": "strategies.torch.distributed_model",
+    "DistributedModel": "strategies.torch.distributed_model.model",
     "DistributedSampler": "strategies.torch.distributed_data",
     "ReplicaGroups": "strategies.torch.replicas.groups",
     "StateDicts": "strategies.torch.state_dicts",

@@ -53,7 +53,7 @@ from strategies.torch.memory import plan_memory
 from strategies.torch.optimizer_arrays import numbers_of_groups
 from strategies.torch.options import TorchOptions
 from strategies.torch.outcomes import are_weighted
-from strategies.torch.replicas.device_buffers import BuffersHere
+from strategies.torch.replicas.buffers import BuffersHere
 from strategies.torch.replicas.guard import digests_of, refuse_difference
 from strategies.torch.replicas.module_parts import Slot
 from strategies.torch.replicas.passes import LossFunction

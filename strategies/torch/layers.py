@@ -12,7 +12,7 @@ from strategies.core.distributions import Layers, layer_names
 from strategies.exchange.shards import Shards
 from strategies.jax.replicas.replicas import Replicas
 from strategies.jax.replicas.shards import PartOfArray
-from strategies.torch.replica_memory import HOST
+from strategies.torch.device import HOST
 from strategies.torch.tensors import host_array
 from strategies.trees import ShapeOfArray
 from strategies.typing import Leaf

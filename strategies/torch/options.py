@@ -21,8 +21,8 @@ from strategies.core.options import (
 from strategies.core.weights import ERROR
 from strategies.jax.replicas.replicas import Replicas
 from strategies.pipelines.schedules import schedule_named
+from strategies.torch.device import as_device
 from strategies.torch.pipelines.stages import TorchPipeline
-from strategies.torch.replica_memory import as_device
 from strategies.torch.replicas.gradient_map import GradientMap
 
 MEAN, FIRST, PER_REPLICA = WORDS = ("mean", "first", "per_replica")

@@ -20,14 +20,14 @@ from strategies.data.every_row import every_row
 from strategies.jax.replicas.replicas import Replicas
 from strategies.strategy import Strategy
 from strategies.torch.agreement import agree_on_order, members_of_groups
+from strategies.torch.device import HOST, chosen_here
 from strategies.torch.engine import TorchEngine, flipped
 from strategies.torch.evaluation import MeansOfRows, OutputsOfRows
 from strategies.torch.exchange.determinism import use_deterministic_operations
 from strategies.torch.memory import keep_freed_memory
 from strategies.torch.options import TorchOptions, TorchTrainerOptions
-from strategies.torch.replica_memory import HOST, chosen_here
+from strategies.torch.replicas.module_parts import stop_profiling
 from strategies.torch.replicas.passes import LossFunction
-from strategies.torch.scripted_modules import stop_profiling
 from strategies.torch.training import TorchTraining, device_of, move, refuse_modules
 from strategies.torch.updates import ShardedTorchUpdate, WholeTorchUpdate, refuse_optimizers
 from strategies.train_state import TrainState

@@ -16,6 +16,7 @@ from strategies.exchange.int8 import Int8Layout
 from strategies.jax.replicas.replicas import Replicas
 from strategies.jax.replicas.shards import rows_of_replicas
 from strategies.loss_scaling import LossScale
+from strategies.torch.device import HOST, ReplicaMemory
 from strategies.torch.optimizer_arrays import (
     GROUPS,
     PARAMS,
@@ -29,7 +30,6 @@ from strategies.torch.optimizer_arrays import (
     state_of,
 )
 from strategies.torch.options import TorchOptions
-from strategies.torch.replica_memory import HOST, ReplicaMemory
 from strategies.torch.replicas.attributes import Attributes
 from strategies.torch.replicas.buffers import ModelBuffers
 from strategies.torch.replicas.module_parts import ModuleWatch

@@ -18,8 +18,8 @@ from strategies.compat.poptorch.options import Options
 from strategies.data.iterators import prefetched
 from strategies.data.layout import Layout, epoch_order
 from strategies.errors import StrategyError
+from strategies.torch.device import HOST
 from strategies.torch.distributed_data import RowOfEpoch, SeededRows
-from strategies.torch.replica_memory import HOST
 from strategies.torch.replicas.generators import drawing_from, seed_of
 from strategies.typing import Batch, Data, Element
 

@@ -40,9 +40,9 @@ from strategies.compat.poptorch.without_effect import NO_COMPILER, NO_IPU, Accep
 from strategies.core.options import GradientAccumulationReductionMethod as Method
 from strategies.errors import StrategyError
 from strategies.loss_scaling import LossScaling
+from strategies.torch.device import ReplicaMemory
 from strategies.torch.optimizer_arrays import numbers_of_groups, set_numbers
 from strategies.torch.pipelines.stages import TorchPipeline
-from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.replicas.gradient_map import MapGradient, multiplied
 from strategies.torch.replicas.groups import summed
 from strategies.torch.replicas.inference import InferenceTurns

@@ -9,8 +9,8 @@ except ModuleNotFoundError as error:
         raise ModuleNotFoundError(text, name=error.name) from None
     raise
 
-from strategies.torch.lightning.environment import PopDistEnvironment as PopDistEnvironment
-from strategies.torch.lightning.replica_batches import ReplicaBatches as ReplicaBatches
+from strategies.torch.lightning.loader import ReplicaBatches as ReplicaBatches
+from strategies.torch.lightning.place import PopDistEnvironment as PopDistEnvironment
 from strategies.torch.lightning.strategy import PopDistLightningStrategy as PopDistLightningStrategy
 
 __all__ = ["PopDistEnvironment", "PopDistLightningStrategy", "ReplicaBatches"]

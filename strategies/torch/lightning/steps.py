@@ -14,10 +14,9 @@ from torchmetrics import Metric
 from strategies.errors import StrategyError
 from strategies.outcome import Outcome
 from strategies.strategy import Strategy
-from strategies.torch.distributed_model import DistributedModel
-from strategies.torch.lightning.metric_states import MetricStates
-from strategies.torch.lightning.replica_batches import ReplicaBatches
-from strategies.torch.lightning.step_logs import StepLogs
+from strategies.torch.distributed_model.model import DistributedModel
+from strategies.torch.lightning.loader import ReplicaBatches
+from strategies.torch.lightning.metrics import MetricStates, StepLogs
 from strategies.torch.outcomes import number_of, one_of, states_to
 from strategies.torch.replicas.attributes import Attributes
 from strategies.torch.replicas.generators import drawing_from, seed_of

@@ -22,14 +22,12 @@ from typing_extensions import override
 from strategies.errors import StrategyError
 from strategies.job_strategies import PopDistStrategy
 from strategies.strategy import Strategy, get_strategy
+from strategies.torch.device import chosen_here
 from strategies.torch.exchange.determinism import use_deterministic_operations
-from strategies.torch.lightning.environment import PopDistEnvironment
-from strategies.torch.lightning.loop_place import ResumedPlace, is_in_batch, place_of
-from strategies.torch.lightning.objects import broadcast_object, gather_objects
-from strategies.torch.lightning.replica_batches import ReplicaBatches, by_replica, is_dealt
-from strategies.torch.lightning.replica_loader import ReplicaLoader, dealt
+from strategies.torch.lightning.loader import ReplicaBatches, ReplicaLoader, by_replica, dealt, is_dealt
+from strategies.torch.lightning.metrics import broadcast_object, gather_objects
+from strategies.torch.lightning.place import PopDistEnvironment, ResumedPlace, is_in_batch, place_of
 from strategies.torch.lightning.steps import ReplicaSteps
-from strategies.torch.replica_memory import chosen_here
 from strategies.torch.tensors import as_tensor, host_array
 from strategies.typing import Batch, Tree
 

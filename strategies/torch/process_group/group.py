@@ -15,8 +15,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from collectives import Communicator, LayoutMismatchError
 from strategies.torch.process_group import arguments, arrays
 from strategies.torch.process_group.arrays import bits, copy_into, description, descriptions, flat, shaped
-from strategies.torch.process_group.messages import Messages
-from strategies.torch.process_group.works import NO_LIMIT, GroupWork, WorkQueue
+from strategies.torch.process_group.messages import NO_LIMIT, GroupWork, Messages, WorkQueue
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import (

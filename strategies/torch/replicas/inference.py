@@ -10,10 +10,10 @@ from torch.jit import optimized_execution
 
 from strategies.jax.replicas.replicas import Replicas
 from strategies.pipelines.timetable import Timed
+from strategies.torch.device import ReplicaMemory
 from strategies.torch.memory import keep_freed_memory
 from strategies.torch.pipelines.run import PipelineRun, Walk
 from strategies.torch.pipelines.stages import TorchPipeline
-from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.replicas.attributes import Attributes
 from strategies.torch.replicas.generators import Baton, kept_generators, seed_generators, seed_of
 from strategies.torch.replicas.groups import ReplicaRows

@@ -13,13 +13,13 @@ from torch.jit import optimized_execution
 from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.errors import StrategyError
 from strategies.outcome import Outcome
+from strategies.torch.device import ReplicaMemory
 from strategies.torch.exchange.arithmetic import divide
 from strategies.torch.exchange.determinism import way_out_of_refusals
 from strategies.torch.exchange.plan import Fact
 from strategies.torch.options import TorchOptions
 from strategies.torch.outcomes import WEIGHT, outcome_of, refuse_losses, refuse_where_replicas_meet, weighted_loss
 from strategies.torch.pipelines.run import PipelineRun, Walk
-from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.replicas.generators import seed_generators, seed_of
 from strategies.torch.replicas.sync_batch_norm import Seat
 from strategies.torch.tensors import kept_apart, parts_of

@@ -20,18 +20,16 @@ from strategies.exchange.means import Bucket
 from strategies.jax.replicas.devices import THREADS
 from strategies.jax.replicas.replicas import Replicas
 from strategies.pipelines.running.driver import raise_first
-from strategies.torch.exchange.contribution import refuse_to_come_twice
-from strategies.torch.exchange.host import HostExchange
+from strategies.torch.exchange.host import HostExchange, refuse_to_come_twice
 from strategies.torch.exchange.interface import GradientExchange
 from strategies.torch.exchange.plan import Told
 from strategies.torch.options import TorchOptions
 from strategies.torch.pipelines.run import PipelineRun
 from strategies.torch.replicas.groups import ReplicaRows
-from strategies.torch.replicas.meetings import ReplicaMeetings, adding_over
 from strategies.torch.replicas.module_parts import Slot
 from strategies.torch.replicas.passes import LossFunction, PassesOfReplica, ReplicaPasses
 from strategies.torch.replicas.state import Changes
-from strategies.torch.replicas.sync_batch_norm import Seat, sync_layers_of
+from strategies.torch.replicas.sync_batch_norm import ReplicaMeetings, Seat, adding_over, sync_layers_of
 from strategies.torch.replicas.turns import Gradients, ReplicaTurns, TurnsOfStep
 from strategies.torch.tensors import parts_of, real_view
 from strategies.torch.threads import intra_op_threads

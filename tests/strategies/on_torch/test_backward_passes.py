@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from strategies.exchange.transfer import GradientTransfer
-from strategies.torch.backward_passes import BackwardPasses, ModelPass, is_nested
+from strategies.torch.distributed_model.backward_passes import BackwardPasses, ModelPass, is_nested
 from strategies.torch.exchange.plan import Parameter, TorchGradientPlan
 
 LARGE = Parameter("large", (1 << 20,), np.dtype(np.float32))

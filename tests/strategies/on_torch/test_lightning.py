@@ -35,7 +35,7 @@ import strategies.torch
 from collectives import CollectiveError
 from strategies import DisagreementError, StrategyError
 from strategies.torch.lightning import PopDistLightningStrategy
-from strategies.torch.lightning.replica_loader import Deal
+from strategies.torch.lightning.loader import Deal
 from strategies.torch.replicas.attributes import Attributes
 
 pytestmark = pytest.mark.filterwarnings(

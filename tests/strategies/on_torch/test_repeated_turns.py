@@ -13,7 +13,7 @@ from torch_modules import distributed, sgd_trainer
 import strategies
 from strategies import StrategyError
 from strategies.exchange.transfer import GradientTransfer
-from strategies.torch.exchange.contribution import Contribution
+from strategies.torch.exchange.host import Contribution
 from strategies.torch.exchange.plan import BUCKET_BYTES, Parameter, TorchGradientPlan
 from strategies.torch.replicas.steps import LeavingGradients
 

@@ -17,7 +17,7 @@ import strategies.torch.poptorch as poptorch
 from strategies import StrategyError
 from strategies.defaults import Defaults
 from strategies.torch.options import TorchOptions
-from strategies.torch.replica_memory import HOST, ReplicaMemory, as_device, chosen, count_of
+from strategies.torch.device import HOST, ReplicaMemory, as_device, chosen, count_of
 from strategies.torch.replicas.generators import drawing_from
 from strategies.torch.training import move, move_state
 

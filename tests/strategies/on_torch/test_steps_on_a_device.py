@@ -25,7 +25,7 @@ from strategies.exchange.transfer import GradientTransfer
 from strategies.torch.exchange.arithmetic import TorchArithmetic
 from strategies.torch.exchange.device import DeviceExchange
 from strategies.torch.exchange.plan import Parameter, Told, TorchGradientPlan
-from strategies.torch.replica_memory import ReplicaMemory
+from strategies.torch.device import ReplicaMemory
 
 CPU = torch.device("cpu")
 COMPILED = Defaults(exchange="compiled")

@@ -16,7 +16,7 @@ import strategies
 import strategies.torch
 from strategies import DisagreementError
 from strategies.jax.replicas.devices import THREADS
-from strategies.torch.replica_memory import ReplicaMemory
+from strategies.torch.device import ReplicaMemory
 from strategies.torch.replicas.inference import InferenceTurns
 
 REPLICAS = 4

@@ -114,5 +114,5 @@ def test_a_loop_without_sinks_looks_at_nothing(monkeypatch):
     def fail(*_):
         raise AssertionError
 
-    monkeypatch.setattr("strategies.torch.gradient_averaging.look", fail)
+    monkeypatch.setattr("strategies.torch.distributed_model.averaging.look", fail)
     one_pass(strategies.IPUStrategy(1))

@@ -38,7 +38,7 @@ import strategies
 import strategies.torch
 from strategies import StrategyError
 from strategies.errors import WeightError, ZeroWeightError
-from strategies.torch.loop_means import LoopMeans, received_means
+from strategies.torch.distributed_model.means import LoopMeans, received_means
 
 REPLICAS = 4
 

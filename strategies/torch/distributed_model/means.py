@@ -11,8 +11,8 @@ import torch
 
 from collectives import Communicator
 from strategies.errors import SpareError
-from strategies.torch.pass_weights import Named
-from strategies.torch.replica_memory import HOST
+from strategies.torch.device import HOST
+from strategies.torch.distributed_model.weights import Named
 from strategies.torch.replicas.module_parts import Slot
 from strategies.torch.tensors import as_array, real_view
 

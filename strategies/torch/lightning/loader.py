@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast, final
+from typing import Protocol, TypeAlias, cast, final
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -29,11 +31,175 @@ from strategies.data.layout import Position
 from strategies.errors import DisagreementError, StrategyError
 from strategies.strategy import Strategy
 from strategies.torch.distributed_data import DistributedSampler
-from strategies.torch.lightning.replica_batches import ReplicaBatches
-from strategies.torch.lightning.sampler_states import states_of, write_states
 from strategies.torch.replicas.generators import drawing_from, seed_generators, seed_of
 from strategies.torch.tensors import parts_of
 from strategies.typing import Batch, Tree
+
+
+@final
+class ReplicaBatches:
+    """The batches of the local replicas. Hooks such as `on_train_batch_start` get it in place of a batch.
+
+        for replica, batch in batches.items():
+            ...
+
+    Args:
+        of_each: The batch of each local replica that has rows in this step, by the replica's global index.
+        is_whole: Whether every replica of all instances has rows. In the last step of an evaluation some may have none.
+
+    Attributes:
+        is_whole: The argument.
+    """
+
+    def __init__(self, of_each: Mapping[int, Batch], is_whole: bool = True) -> None:
+        self._of_each = dict(of_each)
+        self.is_whole = is_whole
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Return an iterator over the batches, in the order of the replicas."""
+        return iter(self._of_each.values())
+
+    def __len__(self) -> int:
+        """Return the number of local replicas with rows."""
+        return len(self._of_each)
+
+    def __getitem__(self, replica: int) -> Batch:
+        """Return the batch of a replica, given its global index."""
+        return self._of_each[replica]
+
+    def items(self) -> Iterator[tuple[int, Batch]]:
+        """Return an iterator over the global indices of replicas and their batches."""
+        return iter(self._of_each.items())
+
+    def map(self, function: Callable[[int, Batch], Batch]) -> ReplicaBatches:
+        """Return the results of `function(replica, batch)` in place of the batches."""
+        return ReplicaBatches({one: function(one, batch) for one, batch in self.items()}, self.is_whole)
+
+
+def is_dealt(batch: object) -> bool:
+    """Return whether a batch has batches of replicas in it; an example of a model's input has none."""
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return isinstance(batch, ReplicaBatches) or any(map(is_dealt, parts))
+
+
+def by_replica(batch: object) -> ReplicaBatches:
+    """Return batches of several loaders, in a dictionary, list or tuple, as one batch of such a kind for each replica.
+
+    Raises:
+        StrategyError: If a batch was not dealt to replicas, or the replicas of two loaders differ.
+    """
+    if isinstance(batch, ReplicaBatches):
+        return batch
+    if isinstance(batch, Mapping):
+        joined = by_replica(list(batch.values()))
+        return joined.map(lambda replica, values: dict(zip(batch, values, strict=True)))
+    if isinstance(batch, list | tuple) and batch:
+        parts = [None if one is None else by_replica(one) for one in batch]
+        there = [one for one in parts if one is not None]
+        if there and all(dict(one.items()).keys() == dict(there[0].items()).keys() for one in there):
+            kind = type(batch)
+            return there[0].map(lambda replica, _: kind(None if one is None else one[replica] for one in parts))
+    raise StrategyError(
+        f"the strategy 'popdist' got a batch of type {type(batch).__name__} that was not dealt to replicas; give "
+        "Lightning a DataLoader, and let training_step take the batch, not the iterator of the loader"
+    )
+
+
+_ROWS = "data_source"
+"""The attribute in which samplers of PyTorch keep the data set."""
+
+
+class _WithState(Protocol):
+    """A sampler that offers its state, as those of torchdata do."""
+
+    def state_dict(self) -> Tree: ...
+
+    def load_state_dict(self, state: Tree) -> None: ...
+
+
+_Stateful: TypeAlias = (
+    torch.Generator | random.Random | np.random.RandomState | np.random.Generator | np.random.BitGenerator | _WithState
+)
+
+
+def states_of(sampler: object) -> dict[str, Tree]:
+    """Return the states that decide which order a sampler draws next, by the names of attributes.
+
+    These are the states of random generators of PyTorch, NumPy and Python in attributes of the sampler, of samplers in
+    it, and of lists, tuples and dictionaries there. A sampler with `state_dict` and `load_state_dict` has the state
+    that it returns. `torch.load(weights_only=True)` reads them.
+
+    Args:
+        sampler: The sampler, or another iterable; or a dictionary of generators.
+    """
+    return {name: _state_of(one) for name, one in _stateful(sampler, "", set(), not isinstance(sampler, dict))}
+
+
+def write_states(sampler: object, states: Mapping[str, Tree]) -> None:
+    """Set the states that `states_of` has returned. States of attributes that are missing are left out."""
+    for name, one in _stateful(sampler, "", set(), not isinstance(sampler, dict)):
+        if name in states:
+            _set_state(one, states[name])
+
+
+def _stateful(value: Tree, name: str, known: set[int], is_sampler: bool) -> Iterator[tuple[str, _Stateful]]:
+    """Yield the objects with a state in a value, each once, and their names."""
+    if id(value) in known:
+        return
+    known.add(id(value))
+    if _is_generator(value) or (is_sampler and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+        yield name, value
+        return
+    if is_sampler:
+        inside = [(one, part) for one, part in getattr(value, "__dict__", {}).items() if one != _ROWS]
+    else:
+        inside = list(value.items() if isinstance(value, dict) else enumerate(value))
+    for one, part in inside:
+        if _is_generator(part) or isinstance(part, Sampler | list | tuple | dict):
+            yield from _stateful(part, f"{name}.{one}", known, isinstance(part, Sampler))
+
+
+def _is_generator(value: object) -> bool:
+    if isinstance(value, random.Random):
+        return not isinstance(value, random.SystemRandom)
+    return isinstance(value, torch.Generator | np.random.RandomState | np.random.Generator | np.random.BitGenerator)
+
+
+def _state_of(value: _Stateful) -> Tree:
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.RandomState):
+        return _plain(value.get_state(legacy=False))
+    if isinstance(value, np.random.Generator):
+        value = value.bit_generator
+    if isinstance(value, np.random.BitGenerator):
+        return _plain(value.state)
+    return value.state_dict()
+
+
+def _set_state(value: _Stateful, state: Tree) -> None:
+    if isinstance(value, np.random.Generator):
+        value = value.bit_generator
+    if isinstance(value, torch.Generator):
+        value.set_state(state)
+    elif isinstance(value, random.Random):
+        value.setstate(state)
+    elif isinstance(value, np.random.RandomState):
+        value.set_state(state)
+    elif isinstance(value, np.random.BitGenerator):
+        value.state = state
+    else:
+        value.load_state_dict(state)
+
+
+def _plain(state: Tree) -> Tree:
+    """Return a state of NumPy with lists in place of arrays."""
+    if isinstance(state, np.ndarray):
+        return state.tolist()
+    return {name: _plain(one) for name, one in state.items()} if isinstance(state, dict) else state
+
 
 _HOST = torch.device("cpu")
 _NOBODY = -1  # the replica in the seeds of numbers that all replicas share

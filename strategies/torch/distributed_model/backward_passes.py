@@ -1,10 +1,12 @@
-"""Backward passes of autograd through models in a training loop, and the order in which the models exchange."""
+"""Backward passes of autograd through models in a training loop: hooks, warnings, and the order of exchanges."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import FrameType
@@ -12,12 +14,112 @@ from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from collectives import Communicator
 from strategies.errors import StrategyError, WeightError
+from strategies.torch.distributed_model.weights import Named, Weighing
 from strategies.torch.exchange.plan import TorchGradientPlan
 from strategies.torch.outcomes import weighted_loss
-from strategies.torch.pass_weights import Weighing
+
+Complete = Callable[[torch.Tensor], None]
+"""(parameter whose gradient is complete) -> None. Called by autograd."""
+
+
+class GradientHooks:
+    """The hooks on a module's parameters. They end with this object.
+
+    Args:
+        arrived: A method that gets each parameter. Only a weak reference to it is kept, so its object can be freed.
+    """
+
+    def __init__(self, arrived: Complete) -> None:
+        self._told = partial(_tell, weakref.WeakMethod(arrived))
+        self._hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
+        weakref.finalize(self, _remove, self._hooks)
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self._hooks
+
+    def follow(self, named: Named) -> None:
+        """Add hooks to new parameters, and remove those of parameters that are gone."""
+        for gone in self._hooks.keys() - {id(one) for _, one in named}:
+            self._hooks.pop(gone)[1].remove()
+        for _, one in named:
+            if one in self or not one.is_leaf or not (one.is_floating_point() or one.is_complex()):
+                continue
+            is_trained = one.requires_grad
+            one.requires_grad_(True)  # PyTorch refuses hooks on frozen parameters, which may be thawed later
+            self._hooks[id(one)] = one, one.register_post_accumulate_grad_hook(self._told)
+            one.requires_grad_(is_trained)
+
+
+def _tell(method: weakref.WeakMethod[Complete], parameter: torch.Tensor) -> None:
+    if (arrived := method()) is not None:
+        arrived(parameter)
+
+
+def _remove(hooks: Mapping[int, tuple[torch.Tensor, RemovableHandle]]) -> None:
+    for _, hook in hooks.values():
+        hook.remove()
+
+
+_GRAD, _CALL = "torch.autograd.grad", "torch.func.functional_call"  # functions that a warning is about
+
+_MOST = 3  # parameters named in that warning
+
+
+class LocalGradients:
+    """The warnings of one model, each given once, to the caller of a function of PyTorch."""
+
+    def __init__(self) -> None:
+        self._warned: set[str] = set()
+        self._nodes: dict[str, Node] = {}  # autograd's nodes that add to gradients of parameters
+
+    def follow(self, named: Named) -> None:
+        """Know the parameters that the model has now."""
+        self._nodes = {
+            name: torch.autograd.graph.get_gradient_edge(one).node for name, one in named if one.requires_grad
+        }
+
+    def warn_if_returned(self) -> None:
+        """Warn if the running backward pass returns gradients of parameters instead of accumulating them."""
+        if _GRAD in self._warned:
+            return
+        names = [name for name, node in self._nodes.items() if _is_returned(node)]
+        if names:
+            self._warn(
+                _GRAD,
+                f"{_GRAD} has returned gradients of {', '.join(names[:_MOST])} of a DistributedModel, which are "
+                "those of this instance alone; backward() averages the gradients that it adds to parameters",
+            )
+
+    def warn_of_others(self) -> None:
+        """Warn that other tensors stand in for the parameters."""
+        self._warn(
+            _CALL,
+            f"other tensors replace the parameters of a DistributedModel, as in {_CALL}; their gradients are not "
+            "averaged: they are the gradients of this instance alone",
+        )
+
+    def _warn(self, function: str, message: str) -> None:
+        if function not in self._warned:
+            self._warned.add(function)
+            warnings.warn(message, UserWarning, stacklevel=7)
+
+
+def _is_returned(node: Node) -> bool:
+    """Return whether the running backward pass returns the gradient of a node, as `autograd.grad` does.
+
+    PyTorch has no query for this, but raises an error for such a node.
+    """
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True
+    return False
+
 
 _STARTS = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 

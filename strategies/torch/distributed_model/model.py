@@ -17,19 +17,18 @@ from strategies.argument_checks import at_least, positive
 from strategies.core.weights import ERROR
 from strategies.errors import StrategyError
 from strategies.strategy import Strategy
+from strategies.torch.distributed_model.averaging import GradientAveraging
+from strategies.torch.distributed_model.progress import LoopState
+from strategies.torch.distributed_model.turns import LoopTurns, LossOfBatch
 from strategies.torch.exchange.determinism import use_deterministic_operations
-from strategies.torch.gradient_averaging import GradientAveraging
-from strategies.torch.loop_state import LoopState
 from strategies.torch.memory import keep_freed_memory
 from strategies.torch.options import Aggregation, TorchOptions
 from strategies.torch.outcomes import is_asked_for, number_of, one_of, refuse_losses, states_to
-from strategies.torch.replica_turns import LoopTurns, LossOfBatch
 from strategies.torch.replicas.attributes import Attributes
 from strategies.torch.replicas.generators import has_baton
 from strategies.torch.replicas.groups import groups_of
-from strategies.torch.replicas.module_parts import refuse_to_be_compiled
+from strategies.torch.replicas.module_parts import refuse_to_be_compiled, stop_profiling
 from strategies.torch.replicas.sync_batch_norm import refuse_to_join, sync_layers_of
-from strategies.torch.scripted_modules import stop_profiling
 from strategies.torch.training import refuse_modules
 from strategies.typing import Batch, Number, Tree
 

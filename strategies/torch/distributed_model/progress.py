@@ -14,10 +14,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from strategies.errors import StrategyError
 from strategies.jax.replicas.replicas import Replicas
-from strategies.torch.gradient_hooks import GradientHooks
+from strategies.torch.distributed_model.backward_passes import GradientHooks
+from strategies.torch.distributed_model.weights import PassWeights, has_gradient
 from strategies.torch.optimizer_arrays import parameters_of
 from strategies.torch.outcomes import weighted_value
-from strategies.torch.pass_weights import PassWeights, has_gradient
 from strategies.torch.replicas.generators import (
     AllStates,
     are_equal,

@@ -16,17 +16,16 @@ from strategies.core.survival import together, warn_of_loss
 from strategies.core.weights import ERROR
 from strategies.errors import StrategyError
 from strategies.jax.replicas.replicas import Replicas
-from strategies.torch.averaged_parts import AveragedParts
-from strategies.torch.backward_passes import ModelPass, passes_over
-from strategies.torch.exchange.contribution import refuse_to_come_twice
+from strategies.torch.distributed_model.backward_passes import GradientHooks, ModelPass, passes_over
+from strategies.torch.distributed_model.means import LoopMeans, Turn, received_means, refuse_spares
+from strategies.torch.distributed_model.parts import AveragedParts
+from strategies.torch.distributed_model.progress import LoopState, agree_on_losses, refuse_open_sums
+from strategies.torch.distributed_model.weights import divide_by_weight, has_mean, quotient, refuse_lacking
+from strategies.torch.exchange.host import refuse_to_come_twice
 from strategies.torch.exchange.plan import Tail, Told, refuse_gradients_of_some
-from strategies.torch.gradient_hooks import GradientHooks
 from strategies.torch.layers import layers_of_loop
-from strategies.torch.loop_means import LoopMeans, Turn, received_means, refuse_spares
-from strategies.torch.loop_state import LoopState, agree_on_losses, refuse_open_sums
 from strategies.torch.options import TorchOptions
 from strategies.torch.outcomes import refuse_where_replicas_meet
-from strategies.torch.pass_weights import divide_by_weight, has_mean, quotient, refuse_lacking
 from strategies.torch.replicas.generators import has_baton
 from strategies.torch.replicas.module_parts import Slot
 from strategies.torch.replicas.state import Changes

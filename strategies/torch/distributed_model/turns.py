@@ -13,9 +13,9 @@ from strategies.core.survival import lost_with_an_instance, meet, surviving, war
 from strategies.errors import StrategyError
 from strategies.jax.replicas.replicas import Replicas
 from strategies.outcome import Outcome
-from strategies.torch.averaged_parts import AveragedParts
-from strategies.torch.gradient_averaging import GradientAveraging
-from strategies.torch.loop_means import LoopMeans, Turn, refuse_spares
+from strategies.torch.distributed_model.averaging import GradientAveraging
+from strategies.torch.distributed_model.means import LoopMeans, Turn, refuse_spares
+from strategies.torch.distributed_model.parts import AveragedParts
 from strategies.torch.outcomes import outcome_of, weighted_value
 from strategies.torch.replicas.attributes import Attributes
 from strategies.torch.replicas.guard import refuse_difference

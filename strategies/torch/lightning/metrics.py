@@ -1,0 +1,384 @@
+"""Metrics and logged values of replicas, and objects that instances send to each other."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar, final
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.data import extract_batch_size
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.wrappers.abstract import WrapperMetric
+
+from collectives import Communicator
+from strategies.errors import StrategyError
+from strategies.strategy import Strategy
+from strategies.typing import Tree
+
+Value = TypeVar("Value")
+
+
+def broadcast_object(communicator: Communicator, value: Value, root: int, name: str) -> Value:
+    """Return the object of the instance `root` on every instance. Collective.
+
+    Args:
+        communicator: The communicator of all instances.
+        value: The object; only that of `root` is used, and returned there as it is.
+        root: The rank of the instance.
+        name: The name of the call in messages.
+    """
+    if communicator.size == 1:
+        return value
+    is_root = communicator.rank == root
+    own = _bytes_of(value) if is_root else np.zeros(0, np.uint8)
+    size = communicator.broadcast(np.array([own.size]), root, name=f"size of {name}")
+    received = communicator.broadcast(own if is_root else np.empty(int(size[0]), np.uint8), root, name=name)
+    if is_root:
+        return value
+    found: Value = pickle.loads(received.tobytes())  # noqa: S301 - the job's own connections carry it
+    return found
+
+
+def gather_objects(communicator: Communicator, value: Value, name: str) -> list[Value]:
+    """Return the objects of all instances on every instance, in the order of the ranks. Collective.
+
+    Args:
+        communicator: The communicator of all instances.
+        value: The object of this instance.
+        name: The name of the call in messages.
+    """
+    if communicator.size == 1:
+        return [value]
+    own = _bytes_of(value)
+    sizes = communicator.all_gather(np.array([own.size]), name=f"sizes of {name}").reshape(-1)
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: own.size] = own
+    gathered = communicator.all_gather(padded, name=name)
+    return [pickle.loads(one[:size].tobytes()) for one, size in zip(gathered, sizes, strict=True)]  # noqa: S301
+
+
+def _bytes_of(value: object) -> np.ndarray:
+    return np.frombuffer(bytearray(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)), np.uint8)
+
+
+_COUNTERS = ("_update_count", "_computed", "_forward_cache")
+
+State = Mapping[str, Tree]
+"""The attributes of a metric that an update changes, by name."""
+
+
+@final
+class MetricStates:
+    """The states of a module's metrics, for each local replica.
+
+    While a replica runs the module, metrics have its state. `compute` outside of steps merges the states of all
+    replicas of all instances, in the order of the replicas, and is then a collective call.
+
+    Args:
+        module: The module with the metrics.
+        strategy: The strategy of the replicas.
+
+    Raises:
+        StrategyError: If a metric keeps values that are no states.
+    """
+
+    def __init__(self, module: pl.LightningModule, strategy: Strategy) -> None:
+        _refuse(module)
+        metrics = [one for one in module.modules() if isinstance(one, Metric) and one._defaults]
+        self._states = [_StatesOfMetric(one, strategy) for one in metrics]
+
+    @contextmanager
+    def of(self, replica: int) -> Iterator[None]:
+        """Give the metrics the states of a replica, and keep them afterwards."""
+        for states in self._states:
+            states.begin(replica)
+        try:
+            yield
+        finally:
+            for states in self._states:
+                states.end(replica)
+
+    def disconnect(self) -> None:
+        """Leave the metrics as torchmetrics makes them, with the state of the last replica."""
+        for states in self._states:
+            states.disconnect()
+
+
+@final
+class _StatesOfMetric:
+    """The states of one metric."""
+
+    def __init__(self, metric: Metric, strategy: Strategy) -> None:
+        self._metric, self._strategy = metric, strategy
+        self._of: dict[int, State] = {}
+        self._left = 0  # the count of updates when the last replica ended
+        self._is_running = False
+        self._before = metric.distributed_available_fn
+        metric.distributed_available_fn = self.is_outside
+        vars(metric)["_sync_dist"] = self
+
+    def __deepcopy__(self, memo: object) -> _StatesOfMetric:
+        """Return the object itself: copies of a module are connected with the same instances."""
+        return self
+
+    def disconnect(self) -> None:
+        """Undo the changes of the constructor."""
+        self._metric.distributed_available_fn = self._before
+        vars(self._metric).pop("_sync_dist", None)
+
+    def is_outside(self) -> bool:
+        """Return whether no replica runs; torchmetrics then merges the states before it computes."""
+        return not self._is_running
+
+    def begin(self, replica: int) -> None:
+        """Give the metric the state of a replica."""
+        self._forget_if_reset()
+        self._is_running = True
+        state = self._of.get(replica)
+        if state is None:
+            for name, default in self._metric._defaults.items():
+                if isinstance(default, list):
+                    setattr(self._metric, name, [])  # `reset` would clear the list of another replica
+            self._metric.reset()
+        else:
+            for name, value in state.items():
+                setattr(self._metric, name, value)
+
+    def end(self, replica: int) -> None:
+        """Keep the state of a replica."""
+        self._of[replica] = self._now()
+        self._left = self._metric._update_count
+        self._is_running = False
+
+    def _now(self) -> State:
+        return {name: getattr(self._metric, name) for name in (*self._metric._defaults, *_COUNTERS)}
+
+    def _forget_if_reset(self) -> None:
+        """Drop the states if the program has reset the metric since the last replica ended."""
+        count = self._metric._update_count
+        if count not in (0, self._left):
+            raise StrategyError(
+                f"{type(self._metric).__name__} was updated outside of a step, where there is no replica; update it in "
+                "training_step, validation_step or test_step"
+            )
+        if count != self._left:
+            self._of, self._left = {}, 0
+
+    def __call__(self, gather: object, process_group: object = None) -> None:
+        """Merge the states of all replicas into the metric. Called by torchmetrics in place of `_sync_dist`."""
+        self._forget_if_reset()
+        own = {
+            replica: {name: _on_host(state[name]) for name in self._metric._defaults}
+            for replica, state in self._of.items()
+        }
+        merged: dict[int, State] = {}
+        for states in gather_objects(self._strategy.communicator, own, f"states of {type(self._metric).__name__}"):
+            merged |= states
+        in_order = [merged[replica] for replica in sorted(merged)]
+        if not in_order:
+            return
+        for name, reduction in self._metric._reductions.items():
+            values = [state[name] for state in in_order]
+            found = _together(values)
+            if reduction is not None and (isinstance(found, torch.Tensor) or found):
+                found = reduction(found)
+            setattr(self._metric, name, _moved(found, self._metric.device))
+
+
+def _together(values: list[Tree]) -> Tree:
+    """Return tensors stacked, and lists joined."""
+    if isinstance(values[0], torch.Tensor):
+        return torch.stack(values)
+    return [one for each in values for one in each]
+
+
+def _on_host(value: Tree) -> Tree:
+    return _moved(value, torch.device("cpu"))
+
+
+def _moved(value: Tree, device: torch.device) -> Tree:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device)
+    return [one.detach().to(device) if isinstance(one, torch.Tensor) else one for one in value]
+
+
+def _refuse(module: pl.LightningModule) -> None:
+    for one in module.modules():
+        if isinstance(one, WrapperMetric):
+            raise StrategyError(
+                f"{type(one).__name__} of torchmetrics keeps values that are no states, so they cannot be merged over "
+                "replicas; use the metric in it, or log values with self.log, which averages them over replicas"
+            )
+        if isinstance(one, MetricCollection) and one._enable_compute_groups:
+            raise StrategyError(
+                "a MetricCollection with compute groups shares states between metrics, and replicas have states of "
+                "their own; write MetricCollection(..., compute_groups=False)"
+            )
+
+
+_LOG = inspect.signature(pl.LightningModule.log)
+_OWN = ("name", "value", "batch_size", "sync_dist", "sync_dist_group", "rank_zero_only", "enable_graph")
+"""The arguments of `log` that the mean over replicas replaces."""
+
+
+@dataclass(frozen=True)
+class _Logged:
+    """A call of `log`.
+
+    Attributes:
+        name: The name of the value.
+        value: The value.
+        rows: The number of rows behind the value.
+        options: The other arguments.
+        metric: The name of a metric of torchmetrics in the module; `value` is then that of the batch.
+    """
+
+    name: str
+    value: float
+    rows: int
+    options: Mapping[str, Tree]
+    metric: str | None = None
+
+
+class StepLogs:
+    """The calls of `self.log` in one step of all replicas.
+
+    In a step of Lightning's loop, replicas call `log` one after another. `share` then calls it once for each name, with
+    the result over all replicas of all instances. In training each replica counts the same, or by the weight of its
+    loss; in an evaluation, a value counts by its rows.
+
+    Args:
+        module: The module whose replicas log.
+        strategy: The strategy of the replicas.
+        is_training: Whether this is a training step.
+    """
+
+    def __init__(self, module: pl.LightningModule, strategy: Strategy, is_training: bool) -> None:
+        self._module, self._strategy, self._is_training = module, strategy, is_training
+        self._of: dict[int, list[_Logged]] = {}
+        self._weights: dict[int, float] = {}
+
+    def weigh(self, replica: int, weight: float) -> None:
+        """Let the values of a replica count as much as its loss."""
+        self._weights[replica] = weight
+
+    @contextmanager
+    def of(self, replica: int, batch: object) -> Iterator[None]:
+        """Collect the calls of a replica with a batch, in place of those that it has made before."""
+        calls = self._of[replica] = []
+
+        def log(*arguments: Tree, **named: Tree) -> None:
+            calls.append(self._logged(batch, arguments, named))
+
+        vars(self._module)["log"] = log
+        try:
+            yield
+        finally:
+            del vars(self._module)["log"]
+
+    def _logged(self, batch: object, arguments: Sequence[Tree], named: Mapping[str, Tree]) -> _Logged:
+        bound = _LOG.bind(self._module, *arguments, **named).arguments
+        options = {key: one for key, one in bound.items() if key not in (*_OWN, "self")}
+        name, value = bound["name"], bound["value"]
+        if isinstance(value, Metric):
+            metric = next((key for key, one in self._module.named_modules() if one is value), None)
+            if metric is None:
+                raise StrategyError(
+                    f"log({name!r}) got a {type(value).__name__} that is no part of the module; make it an attribute "
+                    "of the module, so that each replica has its state"
+                )
+            return _Logged(name, _of_this_batch(value), 1, options, metric)
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.detach().item()
+        if isinstance(value, bool | np.generic):
+            value = float(value)
+        if not isinstance(value, int | float):
+            raise StrategyError(
+                f"log({name!r}) got {_described(value)}; in a step, log numbers and tensors of one element, which are "
+                "averaged over all replicas"
+            )
+        rows = bound.get("batch_size")
+        on_epoch = bound.get("on_epoch")
+        if rows is None:
+            needs_rows = (not self._is_training if on_epoch is None else on_epoch) or not self._is_training
+            rows = extract_batch_size(batch) if needs_rows else 1
+        return _Logged(name, float(value), rows, options)
+
+    def share(self, is_whole: bool) -> None:
+        """Log the results over all replicas. Collective.
+
+        Args:
+            is_whole: Whether all replicas have made the step.
+
+        Raises:
+            StrategyError: If replicas have logged different names.
+        """
+        communicator, replicas = self._strategy.communicator, self._strategy.num_replicas_in_sync
+        calls = next(iter(self._of.values()), [])
+        if not is_whole:
+            calls = broadcast_object(communicator, calls, 0, "names that replicas have logged")
+        names = [one.name for one in calls]
+        for replica, own in self._of.items():
+            if [one.name for one in own] != names:
+                raise StrategyError(
+                    f"replica {replica} has logged {_listed([one.name for one in own])}, but another one "
+                    f"{_listed(names)}; log the same names, in the same order, in every replica"
+                )
+        if not names:
+            return
+        told = np.zeros((replicas, len(names), 4))
+        for replica, own in self._of.items():
+            weight = self._weights.get(replica, 1.0)
+            told[replica] = [(one.value, one.rows, weight if self._is_training else one.rows, 1) for one in own]
+        communicator.all_reduce(told, name=f"logged: {', '.join(names)}")
+        for number, call in enumerate(calls):
+            values, rows, weights, _ = told[told[:, number, 3] > 0, number].T
+            result = _reduced(call.options.get("reduce_fx", "mean"), values, weights)
+            log: Callable[..., None] = type(self._module).log
+            if call.metric is None:
+                log(self._module, call.name, torch.tensor(result), batch_size=int(rows.sum()), **call.options)
+                continue
+            metric = self._module.get_submodule(call.metric)
+            metric._forward_cache = None if math.isnan(result) else torch.tensor(result)
+            log(self._module, call.name, metric, **call.options)
+
+
+def _reduced(function: str | Callable[[torch.Tensor], torch.Tensor], values: np.ndarray, weights: np.ndarray) -> float:
+    """Return the result over the values of all replicas, rounded once. Its bits depend on the values alone."""
+    if callable(function):
+        return float(function(torch.tensor(values)))
+    kind = function.lower()
+    if kind in ("min", "max"):
+        return float(getattr(values, kind)())
+    if kind not in ("sum", "avg", "mean"):
+        raise StrategyError(f"reduce_fx={function!r} is unknown; use 'mean', 'sum', 'min', 'max' or a function")
+    if kind == "sum":
+        return _sum(values)
+    counted = weights > 0  # a value of the weight 0 may be NaN
+    return _sum((values * weights)[counted]) / math.fsum(weights[counted]) if counted.any() else math.nan
+
+
+def _sum(values: np.ndarray) -> float:
+    return math.fsum(values) if np.isfinite(values).all() else float(values.sum())
+
+
+def _of_this_batch(metric: Metric) -> float:
+    """Return the value of a metric for the last batch; NaN if it is unknown or no scalar."""
+    found = metric._forward_cache
+    return float(found) if isinstance(found, torch.Tensor) and found.numel() == 1 else math.nan
+
+
+def _described(value: object) -> str:
+    shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+    return f"a {type(value).__name__}{shape}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "nothing"
