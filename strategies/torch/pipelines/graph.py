@@ -39,7 +39,7 @@ class RecordedGraph:
 
     @property
     def firsts(self) -> Mapping[int, int]:
-        """For each stage, the number of the first node that autograd reaches in it: it begins with the latest."""
+        """The number of the first node that autograd reaches in each stage: the one that was recorded last."""
         return {self.stage(number): number for number in self.order if self.parts[number]}
 
     def record_uses(self, stages: MetStages) -> None:

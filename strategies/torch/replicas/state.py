@@ -1,4 +1,4 @@
-"""What a replica changes in the module besides gradients: buffers, frozen parameters and attributes."""
+"""The state of a module that a replica changes: buffers, frozen parameters and attributes."""
 
 from __future__ import annotations
 

@@ -732,7 +732,8 @@ class TestMemory:
             trainer = strategies.torch.Trainer(strategies.IPUStrategy(2), module, square, optimizer, **options)
             trainer.step(data()["x"][:4])
             local = trainer._engine._local
-            held = [weakref.ref(one) for one in (trainer, trainer._training, local, *local.exchange._contributions, module)]
+            contributions = local.exchange._contributions
+            held = [weakref.ref(one) for one in (trainer, trainer._training, local, *contributions, module)]
             return held, list(local._threads._threads)
 
         def freed():

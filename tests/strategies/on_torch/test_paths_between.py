@@ -8,8 +8,7 @@ import torch
 
 from collectives.arrays import bfloat16
 from strategies import StrategyError
-from strategies.torch.exchange.paths import TorchHostPath
-from strategies.torch.exchange.paths import path_of_loops
+from strategies.torch.exchange.paths import TorchHostPath, path_of_loops
 from strategies.torch.tensors import as_array, as_tensor
 
 FLOAT32 = np.dtype(np.float32)

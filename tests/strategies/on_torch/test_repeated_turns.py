@@ -135,7 +135,7 @@ class TestNetworksOutsideOfTheModule:
 
 @pytest.mark.parametrize(("through_data", "count"), [(False, 1), (True, 1), (False, 3)])
 def test_writes_to_trained_parameters_are_refused(through_data, count):
-    """Those through `data` are found in steps that are repeated."""
+    """Writes through `data` are found in steps that are repeated."""
 
     class Writes(nn.Linear):
         def forward(self, x):

@@ -16,8 +16,8 @@ import strategies.torch
 import strategies.torch.poptorch as poptorch
 from strategies import StrategyError
 from strategies.defaults import Defaults
-from strategies.torch.options import TorchOptions
 from strategies.torch.device import HOST, ReplicaMemory, as_device, chosen, count_of
+from strategies.torch.options import TorchOptions
 from strategies.torch.replicas.generators import drawing_from
 from strategies.torch.training import move, move_state
 

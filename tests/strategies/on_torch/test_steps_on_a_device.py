@@ -22,10 +22,10 @@ from strategies.defaults import Defaults
 from strategies.errors import NonFiniteGradientError
 from strategies.exchange.local_path import LocalPath
 from strategies.exchange.transfer import GradientTransfer
+from strategies.torch.device import ReplicaMemory
 from strategies.torch.exchange.arithmetic import TorchArithmetic
 from strategies.torch.exchange.device import DeviceExchange
 from strategies.torch.exchange.plan import Parameter, Told, TorchGradientPlan
-from strategies.torch.device import ReplicaMemory
 
 CPU = torch.device("cpu")
 COMPILED = Defaults(exchange="compiled")

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from strategies.torch.exchange import determinism
 
 from strategies.jax.programs.determinism import WAY_OUT
+from strategies.torch.exchange import determinism
 from strategies.torch.exchange.determinism import use_deterministic_operations, way_out_of_refusals
 
 

@@ -88,8 +88,7 @@ def with_jax(folder: Path) -> tuple[Callable[[], MappedMemory], Any, Any, Callab
 
 
 def with_torch(folder: Path) -> tuple[Callable[[], MappedMemory], Any, Any, Callable[[np.ndarray], Any]]:
-    from strategies.torch.exchange.arithmetic import TorchArithmetic
-    from strategies.torch.exchange.arithmetic import TorchViews
+    from strategies.torch.exchange.arithmetic import TorchArithmetic, TorchViews
     from strategies.torch.tensors import as_tensor
 
     return HostMemory, TorchArithmetic(), TorchViews(), lambda array: as_tensor(array).clone()
