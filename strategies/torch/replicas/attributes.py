@@ -19,7 +19,7 @@ from strategies.typing import Tree
 _MISSING = object()
 _OF_PYTORCH = frozenset(vars(torch.nn.Module())) - {"training"}
 """Attributes that hold parameters, buffers, submodules and hooks."""
-_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+_CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict, Counter))
 _MOST_ELEMENTS = 1000
 """Containers with more elements belong to the instance, not to a replica."""
 

@@ -136,8 +136,8 @@ class ReplicaState:
     def of(self, replica: int) -> Iterator[None]:
         """Let the module be that of a replica in a step."""
         self._put_back()
-        with torch.no_grad():
-            for number, own in self._own.items():
+        for number, own in self._own.items():
+            with torch.no_grad():
                 self._kept[number].slot.put(own[replica])
         self._is_fresh = False
         for kept in self._kept.values():
