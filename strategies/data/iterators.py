@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from collectives import Communicator, forks
+from strategies.data.randomness import DrawWatch, of_program
 from strategies.data.replication import is_in_program
 from strategies.errors import FeedError, StrategyError
 from strategies.typing import Data, Element
@@ -235,6 +236,7 @@ class _Worker(Generic[T]):
         self._error: BaseException | None = None
         self._is_finished = False
         self._is_stopped = False
+        self._draws = True  # until the first item has shown that it does not
         self._changed = threading.Condition()
         self._made_in = forks.generation
         self._thread = threading.Thread(target=self._produce, name="dataset-prefetch", daemon=True)
@@ -270,10 +272,11 @@ class _Worker(Generic[T]):
             self._thread.join(JOIN_TIMEOUT_S)
 
     def _produce(self) -> None:
+        watch = DrawWatch()
         try:
             with reading_ahead(), closing(self._items):
                 while self._wait_for_room():
-                    self._put(next(self._items))
+                    self._put(self._next(watch))
         except StopIteration:
             pass
         except BaseException as error:
@@ -282,6 +285,16 @@ class _Worker(Generic[T]):
             with self._changed:
                 self._is_finished = True
                 self._changed.notify_all()
+
+    def _next(self, watch: DrawWatch) -> T:
+        """Return the next item. If the first one drew random numbers, none is made while a replica draws."""
+        if not self._draws:
+            return next(self._items)
+        with of_program.drawing():
+            watch.begin()
+            item = next(self._items)
+            self._draws = watch.look()
+            return item
 
     def _wait_for_room(self) -> bool:
         with self._changed:

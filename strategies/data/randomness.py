@@ -101,6 +101,35 @@ def kept_generators() -> Iterator[None]:
             lay(states)
 
 
+class StatesOfProgram:
+    """The states of the program's generators while others draw from the global generators for a whole step.
+
+    Attributes:
+        kept: The states; None if the global generators have them.
+    """
+
+    def __init__(self) -> None:
+        self.kept: GeneratorStates | None = None
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Let code of the program draw from its own generators, in a thread beside the one that makes steps."""
+        with drawing:
+            if self.kept is None:
+                yield
+                return
+            others = lifted()
+            lay(self.kept)
+            try:
+                yield
+            finally:
+                self.kept = lifted()
+                lay(others)
+
+
+of_program = StatesOfProgram()
+
+
 def seed_from(*numbers: int) -> int:
     """Return a seed of 64 bits that depends on all numbers and on their order."""
     words = struct.pack(f"<{len(numbers)}q", *numbers)

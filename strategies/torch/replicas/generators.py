@@ -13,7 +13,15 @@ from typing import Any, NamedTuple, TypeAlias, final
 import torch
 from typing_extensions import override
 
-from strategies.data.randomness import GeneratorStates, drawing, lay, lifted, seed_from, seed_python_and_numpy
+from strategies.data.randomness import (
+    GeneratorStates,
+    drawing,
+    lay,
+    lifted,
+    of_program,
+    seed_from,
+    seed_python_and_numpy,
+)
 from strategies.torch.threads import ThreadValue
 
 _CPU = "cpu"
@@ -199,11 +207,13 @@ def kept_generators(device: torch.device) -> Iterator[None]:
     with _process.lock:
         if not _process.steps:
             _process.of_program = lift_all(device)
+            of_program.kept = _process.of_program.here
         _process.steps += 1
     try:
         yield
     finally:
         with _process.lock:
             _process.steps -= 1
-            if not _process.steps and _process.of_program is not None:
-                lay_all(_process.of_program)
+            if not _process.steps and _process.of_program is not None and of_program.kept is not None:
+                lay_all(_process.of_program._replace(here=of_program.kept))
+                of_program.kept = None

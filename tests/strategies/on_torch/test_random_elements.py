@@ -9,11 +9,13 @@ import threading
 import numpy as np
 import pytest
 import torch
+from torch_modules import sgd_trainer
 
 import strategies
 import strategies.torch
 from strategies.compat import poptorch
 from strategies.data.datasets import DistributedDataset
+from strategies.data.iterators import prefetched
 from strategies.torch.collated import CollatedSource
 from strategies.torch.tensors import tensors_of
 
@@ -196,3 +198,35 @@ def test_an_index_of_an_epoch_can_be_pickled():
     sampler.set_epoch(4)
     row = pickle.loads(pickle.dumps(next(iter(sampler))))
     assert (row.epoch, row) == (4, next(iter(sampler)))
+
+
+def test_a_thread_that_reads_ahead_draws_the_numbers_of_the_program_while_no_replica_computes():
+    """The generators are those of the process, which replicas seed while they compute."""
+    computing, met = [], []
+
+    def drawn():
+        for _ in range(12):
+            met.extend(computing)
+            batch = np.random.rand(8, 64).astype(np.float32)
+            for _ in range(50):  # which takes longer than a replica's turn
+                batch = np.tanh(batch @ np.eye(64, dtype=np.float32))
+                met.extend(computing)
+            yield torch.from_numpy(batch)
+
+    def loss_fn(module, batch):
+        computing.append(1)
+        for _ in range(20):
+            loss = module(batch).square().mean() * np.random.rand()
+        computing.pop()
+        return loss
+
+    def losses(batches):
+        torch.manual_seed(0)
+        trainer = sgd_trainer(4, torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.5)), loss_fn)
+        return [trainer.step(batch)["loss"] for batch in batches]
+
+    np.random.seed(1)
+    expected = losses(list(drawn()))
+    np.random.seed(1)
+    assert losses(prefetched(drawn(), 2)) == expected
+    assert met == []
