@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
 from strategies.core.agreement import insist_on_agreement
-from strategies.core.digest import Digest, insist_on_same_bits
+from strategies.core.digest import insist_on_same_bits
 from strategies.errors import StrategyError
 from strategies.jax.comparing.digest import digest_of, host_arrays
 from strategies.jax.replicas.replicas import Replicas
@@ -24,93 +24,14 @@ from strategies.torch.exchange.plan import Parameter, Tail, TorchGradientPlan
 from strategies.torch.options import TorchOptions
 from strategies.torch.replicas.buffers import ModelBuffers
 from strategies.torch.replicas.groups import GroupRow
+from strategies.torch.replicas.guard import WriteMarks, refuse_write
 from strategies.torch.replicas.module_parts import ModuleParts, ModuleWatch, Slot
-from strategies.torch.tensors import as_array, bits_of, dtype_of, have_same_bits, host_array
+from strategies.torch.tensors import dtype_of, have_same_bits, host_array
 from strategies.torch.training import received_tensors, refuse_modules, take_over
 from strategies.torch.updates import refuse_float16
 
 _WORD = 1 << 64
 _PIECE = 1 << 22  # elements
-
-
-class WriteCounters:
-    """A comparison of the counters and addresses of tensors before and after a computation."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._tensors = list(tensors)
-        self._before: list[tuple[int, int]] = []
-
-    def begin(self) -> None:
-        """Record the tensors' counters before a computation."""
-        self._before = self._marks()
-
-    def written(self) -> list[int]:
-        """Return the numbers of the tensors that were written since `begin`, or moved to other memory."""
-        now = self._marks()
-        if now == self._before:
-            return []
-        return [number for number, (one, before) in enumerate(zip(now, self._before, strict=True)) if one != before]
-
-    def _marks(self) -> list[tuple[int, int]]:
-        return [(one.data_ptr(), one._version) for one in self._tensors]
-
-
-class WrittenBits:
-    """A comparison of the bits of tensors before and after a computation, in passes 1, 2, 4, 8 and so on.
-
-    Args:
-        tensors: The tensors.
-        is_always: Whether the bits are compared in every pass.
-
-    Attributes:
-        passes: The number of computations that have begun.
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor], is_always: bool = False) -> None:
-        self._tensors = tensors
-        self._is_always = is_always
-        self.passes = 0
-        self._before: list[Digest] | None = None
-
-    def begin(self) -> None:
-        """Record the tensors' bits before a computation, if this pass compares them."""
-        self.passes += 1
-        is_power_of_two = not self.passes & (self.passes - 1)
-        self._before = self._digests() if is_power_of_two or self._is_always else None
-
-    def written(self) -> list[int]:
-        """Return the numbers of the tensors whose bits have changed since `begin`, if this pass compares them."""
-        if self._before is None:
-            return []
-        pairs = enumerate(zip(self._digests(), self._before, strict=True))
-        return [number for number, (one, before) in pairs if one != before]
-
-    def _digests(self) -> list[Digest]:
-        if self._tensors and self._tensors[0].device.type != "cpu":
-            return device_digests(self._tensors)
-        return [digest_of([as_array(one.detach())]) for one in self._tensors]
-
-
-def device_digests(tensors: Sequence[torch.Tensor]) -> list[Digest]:
-    """Return a digest of each tensor on a device: two numbers that depend on all bits. All digests take one read."""
-    if not tensors:
-        return []
-    with torch.no_grad():
-        found = torch.stack([_device_digest(one.detach()) for one in tensors]).cpu()
-    return [(total % _WORD, squares % _WORD) for total, squares in found.tolist()]
-
-
-def _device_digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return two sums over a tensor's elements as integers, modulo 2**64: x * weight and x * x * weight.
-
-    The weight of element i is 2 * i + 1.
-    """
-    found = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    for number, piece in enumerate(bits_of(tensor).reshape(-1).split(_PIECE)):
-        wide, first = piece.to(torch.int64), 2 * number * _PIECE + 1
-        placed = wide * torch.arange(first, first + 2 * piece.numel(), 2, device=tensor.device)  # odd: no bit is lost
-        found += torch.stack([placed.sum(), (placed * wide).sum()])
-    return found
 
 
 class ForwardWatch:
@@ -128,21 +49,16 @@ class ForwardWatch:
         self._module = module
         self._declared = declared
         self.frozen: set[str] = set()
-        self._known: set[str] = set()
+        self._known: set[str] = set()  # those that are written through `data`
         self._look()
 
     def _look(self) -> None:
-        self._parts = ModuleParts(self._module)
+        self._parts, self._passes = ModuleParts(self._module), 0
         self._named = list(self._module.named_parameters())
-        self._counters = WriteCounters(one for _, one in self._named)
-        self._bits = WrittenBits([one for _, one in self._named])
-        self._declared_bits = {
-            name: WrittenBits([one], is_always=True) for name, one in self._named if name in self._declared
-        }
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch a forward pass.
+        """Watch a forward pass. In passes 1, 2, 4, 8 and so on bits are compared, too.
 
         Raises:
             StrategyError: If the pass has written a trained parameter. Also if it has written an undeclared frozen
@@ -150,46 +66,18 @@ class ForwardWatch:
         """
         if self._parts.changed():
             self._look()
-        watches: list[WriteCounters | WrittenBits] = [self._counters, self._bits, *self._declared_bits.values()]
-        for watch in watches:
-            watch.begin()
+        self._passes += 1
+        marks = WriteMarks(self._named, not self._passes & (self._passes - 1))
+        declared = WriteMarks([pair for pair in self._named if pair[0] in self._declared], True)
         yield
-        self._take(set(self._counters.written()), set(self._bits.written()))
-
-    def _take(self, counted: set[int], by_bits: set[int]) -> None:
-        found = [self._named[number] for number in sorted(counted | by_bits)]
-        trained = [name for name, one in found if one.requires_grad]
-        refuse_writes(trained, trained)
-        late = [self._named[number][0] for number in sorted(by_bits - counted) if self._bits.passes > 1]
-        refuse_writes([name for name in late if name not in self._known and name not in self._declared], ())
-        declared = {name for name, bits in self._declared_bits.items() if bits.written()}
-        self.frozen |= declared | self._known | {name for name, _ in found}
-        self._known |= {self._named[number][0] for number in by_bits - counted}
-
-
-def refuse_writes(written: Sequence[str], trained: Container[str]) -> None:
-    """Raise if a forward or backward pass has written parameters.
-
-    Args:
-        written: The names of these parameters.
-        trained: The names of all trained parameters.
-
-    Raises:
-        StrategyError: If `written` is not empty.
-    """
-    if wrong := [name for name in written if name in trained]:
-        raise StrategyError(
-            f"{', '.join(wrong)} was written while a replica computed, as Embedding(max_norm=...) does in its forward "
-            "pass. It is trained, and replicas share it, so their writes would be lost or mixed. "
-            "Write it between steps, into the module that was given to strategies.torch, or compute another tensor "
-            "from it in the forward pass; parameters frozen with requires_grad_(False) may be written"
-        )
-    if written:
-        raise StrategyError(
-            f"{', '.join(written)} is frozen, and was written while a replica computed, but not in the first step, so "
-            "replicas share it; declare from the start how replicas agree on it: "
-            f"model_state_aggregation={ {written[0]: 'mean'} }"
-        )
+        counted, by_bits = marks.counted(), marks.by_bits()
+        late = by_bits - counted - self._known if self._passes > 1 else set()
+        for name, one in self._named:
+            is_late = name in late and name not in self._declared
+            if is_late or (one.requires_grad and name in counted | by_bits):
+                refuse_write(name, one)
+        self.frozen |= declared.by_bits() | self._known | counted | by_bits
+        self._known |= by_bits - counted
 
 
 class LoopBuffers:

@@ -16,7 +16,6 @@ from functools import partial
 from itertools import chain
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from collectives.instruments import Instruments
 from strategies.errors import StrategyError
@@ -80,20 +79,10 @@ class PipelineRun:
         Raises:
             BaseException: The error that `work` has raised for a micro-batch. The other micro-batches have ended then.
         """
-        hooks = self._watched_modules() if self._trains else []
-        try:
-            if self._timetable is None or len(self._timetable.devices) == 1 or not self._is_at_once:
-                self._one_by_one(work, replica)
-            else:
-                self._at_once(self._timetable, work, replica)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _watched_modules(self) -> list[RemovableHandle]:
-        enter = self._stages.enter_module
-        named = self._module.named_modules()
-        return [one.register_forward_pre_hook(partial(enter, name)) for name, one in named if one._buffers]
+        if self._timetable is None or len(self._timetable.devices) == 1 or not self._is_at_once:
+            self._one_by_one(work, replica)
+        else:
+            self._at_once(self._timetable, work, replica)
 
     def _one_by_one(self, work: Work, replica: int) -> None:
         for number in range(self._count):

@@ -109,7 +109,6 @@ class MetStages:
         self._placing = placing
         self._devices: dict[int, int] = {}  # by stage
         self._of_parameters: dict[int, int] = {}  # the device that uses a parameter, by the parameter's id
-        self._of_modules: dict[str, int] = {}  # the stage in which a module with buffers runs
         self._lock = threading.Lock()
 
     def of(self, name: str, ipu: int | None) -> int:
@@ -146,22 +145,6 @@ class MetStages:
             raise StrategyError(
                 f"a parameter of shape {list(parameter.shape)} is used on the devices {other} and {device}; put the "
                 "blocks that use it on one device"
-            )
-
-    def enter_module(self, name: str, module: torch.nn.Module, given: object) -> None:
-        """Record the stage in which a module with buffers runs.
-
-        Raises:
-            StrategyError: If it runs in two stages, where micro-batches would change the buffers in another order.
-        """
-        watcher = _watcher.now
-        if watcher is None:
-            return
-        stage = self._of_modules.setdefault(name, watcher.stage)
-        if stage != watcher.stage:
-            raise StrategyError(
-                f"module {name} has buffers, and runs in the stages {stage} and {watcher.stage}, whose micro-batches "
-                "would change them out of order; put both blocks into one stage"
             )
 
 

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NoReturn, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -353,27 +353,40 @@ class WriteMarks:
     def _marks(self) -> list[tuple[int, int]]:
         return [(one.data_ptr(), one._version) for _, one in self._named]
 
+    def counted(self) -> set[str]:
+        """Return the names of the parameters that PyTorch knows to be written since, or that are in other memory."""
+        if (now := self._marks()) == self._before:
+            return set()
+        return self._where(now, self._before)
+
+    def by_bits(self) -> set[str]:
+        """Return the names of the parameters with other bits, if bits are compared."""
+        return self._where(digests_of([one for _, one in self._named]), self._bits) if self._compares_bits else set()
+
+    def _where(self, now: Sequence[object], before: Sequence[object]) -> set[str]:
+        pairs = zip(self._named, now, before, strict=True)
+        return {name for (name, _), one, other in pairs if one != other}
+
     def refuse(self) -> None:
         """Raise if a parameter was written since.
 
         Raises:
             StrategyError: If one was.
         """
-        if (now := self._marks()) != self._before:
-            place = next(place for place, pair in enumerate(zip(now, self._before, strict=True)) if pair[0] != pair[1])
-        elif self._compares_bits and (bits := digests_of([one for _, one in self._named])) != self._bits:
-            place = next(place for place, pair in enumerate(zip(bits, self._bits, strict=True)) if pair[0] != pair[1])
-        else:
-            return
-        name, parameter = self._named[place]
-        if parameter.requires_grad:
-            raise StrategyError(
-                f"{name} was written while a replica computed, as Embedding(max_norm=...) does in its forward pass. It "
-                "is trained, and replicas share it, so their writes would be lost or mixed. Write it between steps, or "
-                "compute another tensor from it in the forward pass; parameters frozen with requires_grad_(False) may "
-                "be written"
-            )
+        if written := self.counted() or self.by_bits():
+            refuse_write(*next(pair for pair in self._named if pair[0] in written))
+
+
+def refuse_write(name: str, parameter: torch.Tensor) -> NoReturn:
+    """Raise because replicas have written a parameter that they share."""
+    if parameter.requires_grad:
         raise StrategyError(
-            f"{name} is frozen, and was written while a replica computed, but not in the first step, so replicas share "
-            f"it; declare from the start how replicas agree on it: model_state_aggregation={ {name: 'mean'} }"
+            f"{name} was written while a replica computed, as Embedding(max_norm=...) does in its forward pass. It is "
+            "trained, and replicas share it, so their writes would be lost or mixed. Write it between steps, or "
+            "compute another tensor from it in the forward pass; parameters frozen with requires_grad_(False) may be "
+            "written"
         )
+    raise StrategyError(
+        f"{name} is frozen, and was written while a replica computed, but not in the first step, so replicas share it; "
+        f"declare from the start how replicas agree on it: model_state_aggregation={ {name: 'mean'} }"
+    )

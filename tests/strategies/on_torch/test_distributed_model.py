@@ -464,3 +464,27 @@ def test_the_sampler_can_pad():
     assert len(sampler) == 8
     with pytest.raises(ValueError, match="use a batch_size of at most 1"):
         strategies.torch.DistributedSampler(range(3), strategies.IPUStrategy(2), 2)
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_a_loss_may_go_through_another_model_of_several_replicas_if_that_is_frozen(instances, on_instances):
+    """As the loss of a generator goes through its discriminator."""
+    first, second = nn.Linear(4, 8), nn.Linear(8, 1)
+    rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+
+    def train(strategy):
+        generator, discriminator = copy.deepcopy(first), copy.deepcopy(second)
+        one, other = (strategies.torch.DistributedModel(each, strategy) for each in (generator, discriminator))
+        optimizer = torch.optim.SGD(generator.parameters(), 0.1)
+        local = strategy.local_replicas
+        batch = rows[2 * local.start : 2 * local.stop]
+        with pytest.raises(StrategyError, match=r"freeze it meanwhile: call requires_grad_\(False\) on its module"):
+            one.backward(lambda part: other(one(part)).mean(), batch)
+        discriminator.requires_grad_(False)
+        for _ in range(2):
+            optimizer.zero_grad()
+            one.backward(lambda part: other(one(part)).mean(), batch)
+            optimizer.step()
+        return strategies.fingerprint(generator.state_dict())
+
+    assert on_instances(instances, 4, train) == on_instances(1, 4, train) * instances
