@@ -129,9 +129,9 @@ class DistributedModel(torch.nn.Module):
         """The replica for which the module computes: in the `loss_fn` of `backward`, that of the rows."""
         return self._averaging.loop.replica
 
-    def compute_with(self, attributes: Attributes, *, repeats: bool) -> None:
-        """Let a front end of this model say which attributes replicas have, and whether a replica computes again."""
-        self._turns.attributes, self._turns.repeats = attributes, repeats
+    def compute_with(self, attributes: Attributes) -> None:
+        """Let a front end of this model say which attributes of the module each replica has for itself."""
+        self._turns.attributes = attributes
 
     @property
     def steps_made(self) -> int:

@@ -38,13 +38,12 @@ class LoopTurns:
 
     Attributes:
         attributes: The attributes of the module, of which each replica has its own.
-        repeats: Whether the first replica computes again in steps 1, 2, 4, 8 and so on, to compare.
     """
 
     def __init__(self, module: torch.nn.Module, replicas: Replicas, averaging: GradientAveraging) -> None:
         self._module, self._replicas, self._averaging = module, replicas, averaging
         self._has_warned = False
-        self.attributes, self.repeats = Attributes(module), True
+        self.attributes = Attributes(module)
         self._turns: ReplicaTurns[Turn] | None = None
         self._key: object = None
         self._first_step = 0
@@ -116,9 +115,7 @@ class LoopTurns:
             self._key, self._first_step = key, self._averaging.loop.step
         if self._turns is None or self._turns.state.buffers is not parts.buffers:
             count, may_repeat = self._replicas.num_replicas_in_sync, self._replicas.can_carry_on
-            self._turns = ReplicaTurns(
-                self._module, parts.watch, parts.buffers, self.attributes, count, self.repeats, may_repeat
-            )
+            self._turns = ReplicaTurns(self._module, parts.watch, parts.buffers, self.attributes, count, may_repeat)
         return self._turns
 
     def _turn(

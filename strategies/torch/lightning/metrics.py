@@ -95,10 +95,15 @@ class MetricStates:
         self._states = [_StatesOfMetric(one, strategy) for one in metrics]
 
     @contextmanager
-    def of(self, replica: int) -> Iterator[None]:
-        """Give the metrics the states of a replica, and keep them afterwards."""
+    def of(self, replica: int, is_again: bool = False) -> Iterator[None]:
+        """Give the metrics the states of a replica, and keep them afterwards.
+
+        Args:
+            replica: The replica.
+            is_again: Whether the replica repeats its last step, and begins with the states of that beginning.
+        """
         for states in self._states:
-            states.begin(replica)
+            states.begin(replica, is_again)
         try:
             yield
         finally:
@@ -118,6 +123,7 @@ class _StatesOfMetric:
     def __init__(self, metric: Metric, strategy: Strategy) -> None:
         self._metric, self._strategy = metric, strategy
         self._of: dict[int, State] = {}
+        self._begun: dict[int, State | None] = {}  # when the replicas began their last steps
         self._left = 0  # the count of updates when the last replica ended
         self._is_running = False
         self._before = metric.distributed_available_fn
@@ -137,11 +143,13 @@ class _StatesOfMetric:
         """Return whether no replica runs; torchmetrics then merges the states before it computes."""
         return not self._is_running
 
-    def begin(self, replica: int) -> None:
-        """Give the metric the state of a replica."""
+    def begin(self, replica: int, is_again: bool) -> None:
+        """Give the metric the state of a replica; if `is_again`, that of the beginning of its last step."""
         self._forget_if_reset()
         self._is_running = True
-        state = self._of.get(replica)
+        if not is_again:
+            self._begun[replica] = _copied(self._of.get(replica))  # updates write to tensors and lists
+        state = _copied(self._begun[replica]) if is_again else self._of.get(replica)
         if state is None:
             for name, default in self._metric._defaults.items():
                 if isinstance(default, list):
@@ -190,6 +198,16 @@ class _StatesOfMetric:
             if reduction is not None and (isinstance(found, torch.Tensor) or found):
                 found = reduction(found)
             setattr(self._metric, name, _moved(found, self._metric.device))
+
+
+def _copied(state: State | None) -> State | None:
+    if state is None:
+        return None
+    kinds = torch.Tensor, list
+    return {
+        name: (value.clone() if isinstance(value, torch.Tensor) else list(value)) if isinstance(value, kinds) else value
+        for name, value in state.items()
+    }
 
 
 def _together(values: list[Tree]) -> Tree:

@@ -83,7 +83,7 @@ class ReplicaSteps:
         made = self.steps_made
         self._model = DistributedModel(self._module, self._strategy, seed=self._seed, **options)
         self._model.steps_made = made
-        self._model.compute_with(self._attributes_of_replicas, repeats=False)  # a step logs, and updates metrics
+        self._model.compute_with(self._attributes_of_replicas)
 
     def disconnect(self) -> None:
         """Free the memory of a training."""
@@ -100,11 +100,12 @@ class ReplicaSteps:
         return self._attributes
 
     @contextmanager
-    def _logging(self, replica: int, rows: Batch, logs: StepLogs) -> Iterator[None]:
-        """Let the module log values, and update states of metrics, for a replica."""
+    def _logging(self, replica: int, rows: Batch, logs: StepLogs, is_again: bool = False) -> Iterator[None]:
+        """Let the module log values, and update states of metrics, for a replica; `is_again` counts them only once."""
         if self._metrics is None:
             self._metrics = MetricStates(self._module, self._strategy)
-        with logs.of(replica, rows), self._metrics.of(replica):
+        kept = StepLogs(self._module, self._strategy, is_training=True) if is_again else logs
+        with kept.of(replica, rows), self._metrics.of(replica, is_again):
             yield
 
     @contextmanager
@@ -162,8 +163,8 @@ class ReplicaSteps:
 
         def loss_of(place: torch.Tensor) -> Outcome:
             replica, stated = model.replica, list[object]()
-            rows = batch[replica]
-            with self._logging(replica, rows, logs), self._precision.train_step_context(), states_to(stated):
+            rows, is_again = batch[replica], replica in outputs
+            with self._logging(replica, rows, logs, is_again), self._precision.train_step_context(), states_to(stated):
                 output = self._redirected(model, self._module, "training_step", rows, *others, **named)
             outputs[replica] = output
             weight = one_of(stated, "call strategies.torch.loss_weight once in training_step")

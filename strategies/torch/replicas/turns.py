@@ -51,7 +51,6 @@ class ReplicaTurns(Generic[Results]):
         buffers: The buffers and frozen parameters on which replicas agree after a step.
         attributes: The attributes of which each replica has its own.
         count: The number of all replicas.
-        repeats: Whether the first replica computes again in steps 1, 2, 4, 8 and so on, to compare.
         may_repeat: Whether a whole step may be repeated, because the job goes on without a lost instance.
 
     Attributes:
@@ -66,16 +65,15 @@ class ReplicaTurns(Generic[Results]):
         buffers: ModelBuffers,
         attributes: Attributes,
         count: int,
-        repeats: bool = True,
         may_repeat: bool = False,
     ) -> None:
-        self._watch, self._count, self._repeats = watch, count, repeats
+        self._watch, self._count = watch, count
         self.state, self.guard = ReplicaState(buffers, attributes, may_repeat), RepetitionGuard(module)
 
     def repeats_in(self, step: TurnsOfStep) -> bool:
         """Return whether the first replica computes again in a step. One replica has no neighbours to disturb it."""
         is_due = not step.number & (step.number - 1)
-        return is_due and self._repeats and self._count > 1 and repeats_bits(step.device)
+        return is_due and self._count > 1 and repeats_bits(step.device)
 
     @contextmanager
     def of(self, replica: int, device: torch.device, leave: Leave = lambda: lambda: None) -> Iterator[None]:

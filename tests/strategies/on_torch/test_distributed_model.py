@@ -468,7 +468,7 @@ def test_the_sampler_can_pad():
 
 @pytest.mark.parametrize("instances", [1, 2])
 def test_a_loss_may_go_through_another_model_of_several_replicas_if_that_is_frozen(instances, on_instances):
-    """As the loss of a generator goes through its discriminator."""
+    """A loss of a generator goes through its discriminator."""
     first, second = nn.Linear(4, 8), nn.Linear(8, 1)
     rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 

@@ -837,6 +837,22 @@ def test_replicas_that_log_different_names_are_refused():
         fitted(strategies.IPUStrategy(2), Different())
 
 
+@pytest.mark.parametrize("instances", [1, 2])
+def test_a_step_that_depends_on_the_steps_of_other_replicas_is_refused(instances, on_instances):
+    def train(strategy):
+        class Counting(Regression):
+            calls = []
+
+            def training_step(self, batch, batch_idx):
+                Counting.calls.append(batch_idx)
+                return self.loss(batch) / len(Counting.calls)
+
+        with pytest.raises(StrategyError, match="replica . computed its part of the step twice, and the loss was"):
+            fitted(strategy, Counting())
+
+    on_instances(instances, 4, train)
+
+
 def test_instances_that_log_different_names_are_refused(on_instances):
     def train(strategy):
         class Different(Regression):
