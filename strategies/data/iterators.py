@@ -236,7 +236,7 @@ class _Worker(Generic[T]):
         self._error: BaseException | None = None
         self._is_finished = False
         self._is_stopped = False
-        self._draws = True  # until the first item has shown that it does not
+        self._draws: bool | None = None  # until the first item has shown it
         self._changed = threading.Condition()
         self._made_in = forks.generation
         self._thread = threading.Thread(target=self._produce, name="dataset-prefetch", daemon=True)
@@ -287,14 +287,19 @@ class _Worker(Generic[T]):
                 self._changed.notify_all()
 
     def _next(self, watch: DrawWatch) -> T:
-        """Return the next item. If the first one drew random numbers, none is made while a replica draws."""
-        if not self._draws:
-            return next(self._items)
-        with of_program.drawing():
+        """Return the next item. If the first one has drawn random numbers, no other is made while a replica draws.
+
+        The consumer waits for the first one, and makes no step meanwhile.
+        """
+        if self._draws:
+            with of_program.drawing():
+                return next(self._items)
+        if self._draws is None:
             watch.begin()
             item = next(self._items)
-            self._draws = watch.look()
+            self._draws = of_program.has_others and watch.look()
             return item
+        return next(self._items)
 
     def _wait_for_room(self) -> bool:
         with self._changed:

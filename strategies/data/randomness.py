@@ -106,10 +106,12 @@ class StatesOfProgram:
 
     Attributes:
         kept: The states; None if the global generators have them.
+        has_others: Whether there may be others, because a framework has such steps.
     """
 
     def __init__(self) -> None:
         self.kept: GeneratorStates | None = None
+        self.has_others = False
 
     @contextmanager
     def drawing(self) -> Iterator[None]:

@@ -232,7 +232,7 @@ IN_FRONT_ENDS = (
     Fault(
         name="a thread reads ahead, and draws, while a replica draws",
         path="strategies/data/iterators.py",
-        old="        self._draws = True  # until the first item has shown that it does not",
+        old="        self._draws: bool | None = None  # until the first item has shown it",
         new="        self._draws = False",
         caught_by="tests/strategies/on_torch/test_random_elements.py::"
         "test_a_thread_that_reads_ahead_draws_the_numbers_of_the_program_while_no_replica_computes",

@@ -184,6 +184,7 @@ class _ReplicasOfProcess:
         self.of_program: AllStates | None = None
 
 
+of_program.has_others = True
 _process = _ReplicasOfProcess()
 _mine = ThreadValue[Baton | None](None)
 
