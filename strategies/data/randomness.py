@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import struct
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from operator import methodcaller
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -23,6 +26,8 @@ _of_numpy = mtrand._rand
 _unused: list[np.random.MT19937] = []
 drawing = threading.RLock()
 """Held by a thread while it draws from global generators that it has seeded."""
+# In a forked child, such as a worker of a loader, no thread of the parent is left to release it.
+os.register_at_fork(after_in_child=partial(methodcaller("_at_fork_reinit"), drawing))
 
 
 class _State(Protocol):
