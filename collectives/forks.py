@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 from collections.abc import Callable
 from typing import Protocol
@@ -26,12 +27,18 @@ generation = 0
 
 _belongings: WeakSet[Belonging] = WeakSet()
 _inherited: list[Belonging] = []  # kept alive: their destructors would use connections of the owner
+_never_freed: list[object] = []
 _exit_handlers: list[Callable[[], object]] = []
 
 
 def keep_from_children(belonging: Belonging) -> None:
     """Call `belonging.disown` in every child that is forked from this process."""
     _belongings.add(belonging)
+
+
+def never_free_in_children(one: object) -> None:
+    """Keep an object to the end, and in forked children beyond it: its destructor waits for a thread of the owner."""
+    _never_freed.append(one)
 
 
 def at_exit(handler: Callable[[], object]) -> None:
@@ -80,6 +87,8 @@ def _begin_child() -> None:
     _belongings.clear()
     for each in _inherited:
         each.disown()
+    for one in _never_freed:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))  # a list would be emptied at the end of Python
 
 
 os.register_at_fork(after_in_child=_begin_child)

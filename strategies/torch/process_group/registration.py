@@ -83,6 +83,7 @@ def meet(url: str, timeout: timedelta | None = None, **_: object) -> Iterator[tu
     host, port = told.split()
     if store is None:
         store = TCPStore(host, int(port), size, False, timeout, wait_for_workers=False)
+    forks.never_free_in_children(store)
     yield store, rank, size
     raise RuntimeError("popdist:// cannot meet the instances of a job again; start the job again")
 
