@@ -30,9 +30,6 @@ from strategies.torch.tensors import dtype_of, have_same_bits, host_array
 from strategies.torch.training import received_tensors, refuse_modules, take_over
 from strategies.torch.updates import refuse_float16
 
-_WORD = 1 << 64
-_PIECE = 1 << 22  # elements
-
 
 class ForwardWatch:
     """A watcher of the forward passes of a module that is a replica itself and may write frozen parameters.

@@ -97,14 +97,6 @@ class ModelBuffers:
         names = [slot.name for number, slot in slots if slot.is_parameter and number in self.moving]
         return frozenset([*names, *self.declared])
 
-    def masters_of(self, replica: int) -> list[torch.Tensor]:
-        """Return the buffers and frozen parameters with which a replica begins a step."""
-        self.follow_shown()
-        found = [slot.tensor for slot in self.slots]
-        for number, own in self.own.items():
-            found[number] = own[replica]
-        return found
-
     def follow_shown(self) -> None:
         """Copy to all replicas the changes that the program has made to the module's buffers."""
         for number, own in self.own.items():

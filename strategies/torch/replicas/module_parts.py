@@ -13,8 +13,8 @@ from strategies.errors import StrategyError
 from strategies.torch.replicas.groups import groups_of
 from strategies.torch.tensors import have_other_bits, have_same_bits
 
-IN_PLACE = "_compiled_call_impl"
-"""The attribute in which `module.compile()` keeps its compiled form; copies of modules lack it."""
+_WRAPPED, _IN_PLACE = "dynamo_ctx", "_compiled_call_impl"
+"""The attributes in which `torch.compile(module)` and `module.compile()` keep the compiled form."""
 
 
 class Slot(NamedTuple):
@@ -60,12 +60,6 @@ def slots_of(module: torch.nn.Module) -> list[Slot]:
     buffers = [Slot(*place) for place in _places(module, "_buffers")]
     parameters = [Slot(*place, True) for place in _places(module, "_parameters")]
     return buffers + [slot for slot in parameters if not slot.tensor.requires_grad and groups_of(slot.tensor) is None]
-
-
-def all_slots_of(module: torch.nn.Module) -> list[Slot]:
-    """Return the slots of a module's buffers, then of all its parameters, each once, in their order."""
-    buffers = [Slot(*place) for place in _places(module, "_buffers")]
-    return buffers + [Slot(*place, True) for place in _places(module, "_parameters")]
 
 
 def _places(module: torch.nn.Module, attribute: str) -> Iterator[tuple[str, dict[str, torch.Tensor | None], str]]:
@@ -193,40 +187,9 @@ def _joined(prefix: str, key: str) -> str:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether `torch.compile` has wrapped a module or a part of it, in place or not."""
-    return any(_context_around(one) is not None or is_compiled_in_place(one) for one in module.modules())
-
-
-def is_compiled_in_place(module: torch.nn.Module) -> bool:
-    """Return whether `module.compile()` was called."""
-    return getattr(module, IN_PLACE, None) is not None
-
-
-def kept_contexts(module: torch.nn.Module) -> dict[int, object]:
-    """Return a memo for `copy.deepcopy` that shares `torch.compile`'s contexts, which PyTorch finds by identity."""
-    contexts = [_context_around(one) for one in module.modules()]
-    return {id(context): context for context in contexts if context is not None}
-
-
-def compile_like(copied: torch.nn.Module, original: torch.nn.Module) -> None:
-    """Compile a copy in place, with the compilation of the original; if the original is not compiled, do not.
-
-    Raises:
-        StrategyError: If this version of PyTorch does not show how the original was compiled.
-    """
-    if not is_compiled_in_place(original):
-        setattr(copied, IN_PLACE, None)
-        return
-    wrapper = getattr(original, IN_PLACE)
-    names = getattr(getattr(wrapper, "__code__", None), "co_freevars", ())
-    closed = dict(zip(names, getattr(wrapper, "__closure__", None) or (), strict=True))
-    if "self" not in closed:
-        raise StrategyError(
-            f"{type(original).__qualname__} was compiled by module.compile(), but this version of PyTorch does not "
-            "show how; give strategies.torch the module that torch.compile(module) returns"
-        )
-    context: Callable[[object], object] = closed["self"].cell_contents
-    setattr(copied, IN_PLACE, context(copied._call_impl))
+    """Return whether `torch.compile` has wrapped a module or a part of it, or `module.compile()` was called."""
+    forms = (one for each in module.modules() for one in (vars(each).get(_WRAPPED), getattr(each, _IN_PLACE, None)))
+    return any(one is not None for one in forms)
 
 
 def refuse_to_be_compiled() -> None:
@@ -236,10 +199,6 @@ def refuse_to_be_compiled() -> None:
             "torch.compile around a DistributedModel would compile the exchange of gradients as well; compile the "
             "module inside it: DistributedModel(torch.compile(module), strategy)"
         )
-
-
-def _context_around(module: torch.nn.Module) -> object:
-    return vars(module).get("dynamo_ctx")
 
 
 _OPTIMIZED = re.compile(r"prim::(DifferentiableGraph|\w*Group)")
