@@ -1,6 +1,6 @@
 """A worker of the training benchmarks, which trains with a strategy of this project or alone with JAX.
 
-usage: training_jax.py single|popdist|horovod|multi-worker|streaming SOCKET MODEL BATCH_SIZE [GRADIENT_TRANSFER_DTYPE]
+usage: training_jax.py single|popdist|horovod|multi-worker SOCKET MODEL BATCH_SIZE [GRADIENT_TRANSFER_DTYPE]
        training_jax.py alone SOCKET MODEL BATCH_SIZE RANK RANKS
 """
 
@@ -10,7 +10,6 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import control
@@ -135,12 +134,12 @@ def horovod_strategy() -> strategies.Strategy:
     return strategies.IPUHorovodStrategy()
 
 
-def multi_worker_strategy(variables_on_host: bool = False) -> strategies.Strategy:
+def multi_worker_strategy() -> strategies.Strategy:
     """Return a strategy with TF_CONFIG, over gRPC."""
     import popdist
     import strategies
 
-    return strategies.IPUMultiWorkerStrategy(popdist.TFConfigClusterResolver(), variables_on_host)
+    return strategies.IPUMultiWorkerStrategy(popdist.TFConfigClusterResolver())
 
 
 STRATEGIES: dict[str, Callable[[], strategies.Strategy]] = {
@@ -148,7 +147,6 @@ STRATEGIES: dict[str, Callable[[], strategies.Strategy]] = {
     "popdist": popdist_strategy,
     "horovod": horovod_strategy,
     "multi-worker": multi_worker_strategy,
-    "streaming": partial(multi_worker_strategy, variables_on_host=True),
 }
 
 

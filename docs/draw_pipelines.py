@@ -11,8 +11,7 @@ import re
 from pathlib import Path
 
 from strategies.pipelines.plan import Plan, plan
-from strategies.pipelines.schedules import PipelineSchedule, schedule_named
-from strategies.pipelines.timetable import placed
+from strategies.pipelines.timetable import PipelineSchedule, placed, schedule_named
 
 PAGE = Path(__file__).parent / "how_to" / "train" / "pipeline_schedules.md"
 STAGES, MICRO_BATCHES, IN_COMPARISON, IN_TEXT = 4, 24, 8, 12

@@ -241,7 +241,7 @@ def _errors(package: str) -> str:
     module = ast.parse((DOCS.parent / package / "errors.py").read_text(encoding="utf-8"))
     tree = {line["name"]: " ".join(line["text"].split()) for line in _LINE_OF_TREE.finditer(ast.get_docstring(module))}
     classes = [each for each in module.body if isinstance(each, ast.ClassDef)]
-    rows = [_error_row(each, tree.get(each.name, "") if "compat" not in package else "") for each in classes]
+    rows = [_error_row(each, tree.get(each.name, "")) for each in classes]
     return "\n".join(["| error | raised if | next step |", "|---|---|---|", *rows])
 
 

@@ -15,8 +15,6 @@ from typing import Any
 __all__ = ["ipu"]
 
 _OURS = "strategies.compat.as_original"
-_RESULT = "strategies.StepOptions: give gradient_accumulation_count and reduction_method='sum' to Trainer, or to a "
-_RESULT += "model's set_gradient_accumulation_options"
 _STRATEGIES = {
     "IPUStrategy": _OURS,
     "PopDistStrategy": _OURS,
@@ -25,6 +23,14 @@ _STRATEGIES = {
 }
 _POPDIST_STRATEGY = {"PopDistStrategy": _OURS}
 _ESTIMATOR = "strategies.compat.estimator"
+_OPTIMIZER_NAMES = (
+    "CrossReplicaGradientAccumulationOptimizer",
+    "CrossReplicaGradientAccumulationOptimizerV2",
+    "CrossReplicaOptimizer",
+    "GradientAccumulationOptimizer",
+    "GradientAccumulationOptimizerV2",
+)
+_OPTIMIZERS = dict.fromkeys(_OPTIMIZER_NAMES, _OURS) | {"MapGradientOptimizer": "strategies"}
 _COLLECTIVES = dict.fromkeys(("allgather", "allreduce", "broadcast"), "popdist")
 
 _WHOLE = {
@@ -42,7 +48,7 @@ _WHOLE = {
 
 _NAMES: Mapping[str, Mapping[str, str]] = {
     "": {},
-    "dataset_benchmark": dict.fromkeys(("dataset_benchmark", "infeed_benchmark"), "strategies"),
+    "dataset_benchmark": dict.fromkeys(("dataset_benchmark", "infeed_benchmark"), _OURS),
     "distributed": _COLLECTIVES | _STRATEGIES,
     "distributed.popdist_strategy": _POPDIST_STRATEGY,
     "gradient_accumulation": {"GradientAccumulationReductionMethod": "strategies"},
@@ -66,21 +72,19 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
     "ipu_pipeline_estimator": dict.fromkeys(("IPUPipelineEstimator", "IPUPipelineEstimatorSpec"), _ESTIMATOR),
     "ipu_run_config": dict.fromkeys(("IPURunConfig", "RunConfig"), _ESTIMATOR),
     "ipu_strategy": {"IPUStrategy": _OURS, "IPUStrategyV1": f"{_OURS}:IPUStrategy"},
+    "keras.layers": {"RecomputationCheckpoint": "strategies.keras"},
     "loops": {"repeat": _OURS, "while_loop": _OURS},
     "ops": {},
     "ops.replication_ops": {"replication_index": _OURS},
-    "optimizers": {"MapGradientOptimizer": "strategies"},
-    "optimizers.map_gradient_optimizer": {"MapGradientOptimizer": "strategies"},
+    "optimizers": _OPTIMIZERS,
+    "optimizers.cross_replica_optimizer": _OPTIMIZERS,
+    "optimizers.gradient_accumulation_optimizer": _OPTIMIZERS,
+    "optimizers.map_gradient_optimizer": _OPTIMIZERS,
     "scopes": {"ipu_scope": _OURS, "ipu_shard": "strategies"},
     "utils": dict.fromkeys(("configure_ipu_system", "get_ipu_config", "reset_ipu_configuration"), "strategies.config"),
 }
 
 _INSTEAD = {
-    "CrossReplicaGradientAccumulationOptimizer": _RESULT,
-    "CrossReplicaGradientAccumulationOptimizerV2": _RESULT,
-    "CrossReplicaOptimizer": "the optimizer itself: a Trainer averages gradients over replicas",
-    "GradientAccumulationOptimizer": _RESULT,
-    "GradientAccumulationOptimizerV2": _RESULT,
     "compile": "strategy.run(function), which compiles it",
     "create_ipu_config": "ipu.config.IPUConfig()",
     "ipu_compiler": "strategy.run(function), which compiles it",

@@ -24,7 +24,7 @@ def keeps_journal() -> bool:
     return process.journal is not None
 
 
-def may_change(is_so: bool, was_so: bool) -> None:
+def may_change(is_so: bool, was_so: bool = False) -> None:
     """Note whether this instance is in an operation that can be repeated, so that the members may change in it.
 
     Args:

@@ -28,6 +28,13 @@ def wrong_type(name: str, value: object, way_out: str) -> TypeError:
     return TypeError(f"{name} is {value!r}, a {type(value).__name__}; {way_out}")
 
 
+def check_optional(name: str, value: object, kind: type, way_out: str = "") -> None:
+    """Raise a TypeError, see `wrong_type`, unless a value is None or of a class."""
+    if not isinstance(value, kind | None):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise wrong_type(name, value, way_out or f"use {article} {kind.__name__}")
+
+
 def positive(name: str, value: object) -> int:
     """Return `value` as an int; raise TypeError or ValueError, naming `name`, unless it is an integer above zero."""
     return at_least(1, name, value)
@@ -123,7 +130,7 @@ def require_known_options(taker: Callable[..., object], given: Iterable[str], op
             raise TypeError(f"{taker.__name__}() got an unexpected keyword argument {name!r}; {way_out}")
 
 
-def refuse_name_of_loss(metrics: Iterable[str]) -> None:
+def check_metric_names(metrics: Iterable[str]) -> None:
     """Raise if a metric has the name of the loss.
 
     Raises:

@@ -1,4 +1,36 @@
-"""The original's configuration (`strategies.compat.config`), under the name that programs import."""
+"""The original's `IPUConfig`, with which a program configures its devices, and its effects in this project.
 
-from strategies.compat.config import *  # noqa: F403
-from strategies.compat.config import __all__ as __all__
+    config = strategies.config.IPUConfig()
+    config.auto_select_ipus = 4
+    config.configure_ipu_system()
+    strategy = strategies.LocalStrategy()  # four replicas
+
+This module does not need JAX.
+"""
+
+from strategies.compat.config_tree import AttributeMetadata, UnknownAttributeError
+from strategies.compat.ipu_config import (
+    DeviceConnectionType,
+    IPUConfig,
+    MergeRemoteBuffersBehaviour,
+    SchedulingAlgorithm,
+    SelectionOrder,
+    StochasticRoundingBehaviour,
+    configure_ipu_system,
+    get_ipu_config,
+    reset_ipu_configuration,
+)
+
+__all__ = [
+    "AttributeMetadata",
+    "DeviceConnectionType",
+    "IPUConfig",
+    "MergeRemoteBuffersBehaviour",
+    "SchedulingAlgorithm",
+    "SelectionOrder",
+    "StochasticRoundingBehaviour",
+    "UnknownAttributeError",
+    "configure_ipu_system",
+    "get_ipu_config",
+    "reset_ipu_configuration",
+]

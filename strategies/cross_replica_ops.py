@@ -29,7 +29,14 @@ import jax.numpy as jnp
 
 from popdist.switches import require_switches
 from strategies.argument_checks import at_least
-from strategies.jax.replicas.collective_equations import BlockExchange, CollectiveKind, Gather, Reduce, without_gradient
+from strategies.jax.replicas.collective_equations import (
+    BlockExchange,
+    CollectiveKind,
+    Gather,
+    Reduce,
+    ReplicaGroups,
+    without_gradient,
+)
 from strategies.jax.replicas.reduction_ops import (
     DIFFERENTIABLE,
     base_of,
@@ -39,7 +46,6 @@ from strategies.jax.replicas.reduction_ops import (
     reduce_in_order,
 )
 from strategies.jax.replicas.replica_context import ReplicaContext, get_replica_context
-from strategies.jax.replicas.replica_groups import ReplicaGroups
 from strategies.typing import Leaf, Tree
 
 

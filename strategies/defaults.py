@@ -67,7 +67,7 @@ class Defaults:
         prefetches: Whether data sets prepare batches ahead.
         executables: The folder that caches compiled programs; "" for no cache.
         attaches: Whether programs may run at all.
-        exchange: The path of gradients that lie on a device, one of `strategies.exchange.on_device.EXCHANGES`.
+        exchange: The path of gradients that lie on a device, one of `strategies.exchange.choice.EXCHANGES`.
         deterministic: Whether programs on GPUs use operations that give the same bits in every run.
     """
 

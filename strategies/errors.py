@@ -58,7 +58,7 @@ class SpareError(StrategyError, RuntimeError):
 
 
 class DeviceError(StrategyError, RuntimeError):
-    """Devices with wrong sums, or too few devices for this instance's replicas to run in lockstep."""
+    """Raised if a device computes wrong sums, or if there are too few devices for replicas that use collectives."""
 
 
 class FailedPreconditionError(StrategyError, RuntimeError):

@@ -8,30 +8,15 @@ from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from strategies.jax.programs.program import HeldState
-    from strategies.jax.replicas.replicas import Replicas
 
 
-class KerasRoom(Protocol):
-    """The functions of `strategies.keras` that a strategy calls."""
-
-    def hook(self, is_scope_open: Callable[[], bool]) -> None:
-        """Make Keras models check, when they are made, whether a strategy's scope is open."""
-
-    def KerasState(self, objects: Sequence[object], replicas: Replicas) -> HeldState:
-        """Return the variables of these Keras objects, as state that a program reads and assigns."""
-
-
-def keras_room() -> KerasRoom:
-    """Return the part of `strategies.keras` that strategies call; the first call imports it, and Keras.
+def keras_room() -> ModuleType:
+    """Return `strategies.keras.hook`, the module that strategies call; the first call imports it, and Keras.
 
     The package imports it, because no room may import `strategies.keras`.
     """
-    room: KerasRoom = sys.modules["strategies"].keras.hook
-    return room
+    hook: ModuleType = sys.modules["strategies"].keras.hook
+    return hook
 
 
 class _LateImport(MetaPathFinder, Loader):

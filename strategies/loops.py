@@ -16,12 +16,12 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from strategies.argument_checks import integer
-from strategies.data.replication import Replication, is_in_program
+from strategies.data.layout import Replication, is_in_program
 from strategies.jax.feeds.infeed import InfeedQueue
 from strategies.jax.feeds.iterations import Iteration, differentiable
-from strategies.jax.programs.captures import Reads
+from strategies.jax.programs.captures import CapturedValues
 from strategies.jax.programs.feed_program import FeedProgram, current_program, is_traced, tracing
-from strategies.jax.programs.xla_pitfalls import refuse_float64
+from strategies.jax.programs.xla_pitfalls import check_no_float64
 from strategies.typing import Function, Leaf, Tree
 
 PROGRAMS_KEPT = 64
@@ -116,7 +116,7 @@ class _Loop:
         if infeed is not None and not isinstance(infeed, InfeedQueue):
             raise TypeError(f"the infeed is a {type(infeed).__name__}; make an InfeedQueue of the data set")
         leaves, structure = jax.tree.flatten(_listed(inputs))
-        shapes = tuple((jnp.shape(leaf), jnp.asarray(leaf).dtype) for leaf in refuse_float64(leaves))
+        shapes = tuple((jnp.shape(leaf), jnp.asarray(leaf).dtype) for leaf in check_no_float64(leaves))
         return cls(condition, body, None if infeed is None else weakref.ref(infeed), structure, shapes)
 
     def flat_body(self, program: FeedProgram) -> Callable[..., tuple[Leaf, ...]]:
@@ -169,7 +169,7 @@ class _Loop:
         """Return the leaves of the body's result, after checking that they can be the next loop variables."""
         count = len(jax.tree.unflatten(self.structure, [None] * len(self.shapes)))
         leaves, structure = jax.tree.flatten(_next_variables(result, count, self.structure))
-        refuse_float64(leaves, "output")
+        check_no_float64(leaves, "output")
         arrays = [jnp.asarray(leaf) for leaf in leaves]
         shapes = tuple((array.shape, array.dtype) for array in arrays)
         if structure != self.structure or shapes != self.shapes:
@@ -209,7 +209,7 @@ def _inline(loop: _Loop, program: FeedProgram, leaves: Values, count: Leaf) -> V
 
 
 def _inline_alone(loop: _Loop, leaves: Values, count: Leaf) -> Values:
-    """Put the loop into a trace that no strategy has begun, such as the user's own `jax.jit` or `jax.grad`."""
+    """Run the loop inside the user's own `jax.jit` or `jax.grad`."""
     with tracing(current_program()) as program:
         return _inline(loop, program, leaves, count)
 
@@ -232,7 +232,9 @@ class _Program:
 
     def _trace(self, token: Leaf, count: Leaf, leaves: Values) -> Values:
         program = FeedProgram(np.int32(0), Replication(range(1), 1), self._report, token)
-        reads = [Reads(function) for function in (self._loop.condition, self._loop.body) if function is not None]
+        reads = [
+            CapturedValues(function) for function in (self._loop.condition, self._loop.body) if function is not None
+        ]
         with tracing(program):
             results = _inline(self._loop, program, leaves, count)
         for read in reads:

@@ -11,10 +11,8 @@ from collections.abc import Mapping
 
 import popdist
 from popdist.records.distribution_settings import DistributionSettings
-from strategies.sinks.distribution import Distribution
-from strategies.sinks.opening import asked_sinks, open_sinks, opened
-from strategies.sinks.sink import Row, Sink
-from strategies.sinks.sinks import JobFacts, Sinks
+from strategies.sinks.sink import Distribution, JobFacts, Row, Sink
+from strategies.sinks.sinks import Sinks, asked_sinks, open_sinks, opened
 from strategies.strategy import Strategy, get_strategy
 from strategies.typing import Number
 

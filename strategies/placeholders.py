@@ -52,7 +52,7 @@ class Placeholder(np.lib.mixins.NDArrayOperatorsMixin):
         """Whether the values have come."""
         return self._value is not None
 
-    def resolve(self, value: Leaf) -> None:
+    def fill(self, value: Leaf) -> None:
         """Take the array that an active instance has handed over."""
         self._value = value
 
@@ -73,15 +73,13 @@ class Placeholder(np.lib.mixins.NDArrayOperatorsMixin):
 
     def block_until_ready(self) -> Placeholder:
         """Wait until the values are computed, as programs do to measure time; a spare has nothing to compute."""
-        wait = getattr(self._value, "block_until_ready", None)
-        if wait is not None:
-            wait()
+        if hasattr(self._value, "block_until_ready"):
+            self._value.block_until_ready()
         return self
 
     def is_deleted(self) -> bool:
         """Return whether the values were there and a step has used them up."""
-        is_deleted = getattr(self._value, "is_deleted", None)
-        return is_deleted is not None and bool(is_deleted())
+        return hasattr(self._value, "is_deleted") and bool(self._value.is_deleted())
 
     def __len__(self) -> int:
         if not self.shape:
@@ -139,18 +137,19 @@ def _read(leaf: Leaf) -> Leaf:
     return leaf.value if isinstance(leaf, Placeholder) else leaf
 
 
-def unread(tree: Tree, wait: Callable[[], None]) -> Tree:
-    """Return placeholders for the arrays of a tree, with their shapes and dtypes.
+def placeholders_like(tree: Tree, wait: Callable[[], None]) -> Tree:
+    """Return a tree of placeholders with the shapes and dtypes of the arrays of `tree`.
 
     Args:
         tree: Pytree of arrays, or of placeholders.
         wait: See `Placeholder`.
     """
-    return trees.map(lambda leaf: Placeholder(tuple(leaf.shape), leaf.dtype, wait), _as_arrays(tree))
 
+    def placeholder(leaf: Leaf) -> Placeholder:
+        array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        return Placeholder(tuple(array.shape), array.dtype, wait)
 
-def _as_arrays(tree: Tree) -> Tree:
-    return trees.map(lambda leaf: leaf if hasattr(leaf, "dtype") else np.asarray(leaf), tree)
+    return trees.map(placeholder, tree)
 
 
 def read(tree: Tree) -> Tree:
@@ -161,8 +160,8 @@ def read(tree: Tree) -> Tree:
     return trees.unflatten(structure, [_read(leaf) for leaf in leaves])
 
 
-def blank(tree: Tree) -> Tree:
-    """Return a tree with zeros for values that have not come, for an instance that gets them in a collective."""
+def zeros_for_placeholders(tree: Tree) -> Tree:
+    """Replace placeholders by their values, or by zeros to receive values into."""
 
     def zeros(leaf: Leaf) -> Leaf:
         if not isinstance(leaf, Placeholder):
@@ -176,11 +175,11 @@ def blank(tree: Tree) -> Tree:
     return trees.map(zeros, tree)
 
 
-def resolve(placeholders: Tree, values: Tree) -> None:
-    """Give the placeholders of a tree the values of another tree of the same structure."""
+def fill(placeholders: Tree, values: Tree) -> None:
+    """Fill the placeholders of a tree with the values of another tree of the same structure."""
     for leaf, value in zip(trees.leaves(placeholders), trees.leaves(values), strict=True):
         if isinstance(leaf, Placeholder):
-            leaf.resolve(value)
+            leaf.fill(value)
 
 
 # ---- values in entries
@@ -188,7 +187,12 @@ def resolve(placeholders: Tree, values: Tree) -> None:
 
 def packed(tree: Tree) -> Callable[[], Tree]:
     """Return a function that returns copies of the host arrays of a tree; large arrays become their shapes."""
-    copies = trees.map(_packed_leaf, tree)
+
+    def copied(leaf: Leaf) -> Leaf:
+        is_large = getattr(leaf, "nbytes", 0) > ENTRY_LIMIT
+        return trees.ShapeOfArray(tuple(leaf.shape), np.dtype(leaf.dtype)) if is_large else np.array(leaf)
+
+    copies = trees.map(copied, tree)
     return lambda: copies
 
 
@@ -199,8 +203,3 @@ def unpacked(tree: Tree, wait: Callable[[], None]) -> Tree:
         return Placeholder(leaf.shape, leaf.dtype, wait) if isinstance(leaf, trees.ShapeOfArray) else leaf
 
     return trees.map(read, tree)
-
-
-def _packed_leaf(leaf: Leaf) -> Leaf:
-    is_large = getattr(leaf, "nbytes", 0) > ENTRY_LIMIT
-    return trees.ShapeOfArray(tuple(leaf.shape), np.dtype(leaf.dtype)) if is_large else np.array(leaf)

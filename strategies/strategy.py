@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import numpy as np
@@ -18,7 +19,7 @@ from popdist.instance import Instance
 from popdist.records.progress import Progress
 from popdist.records.recording import note_question
 from popdist.switches import require_switches
-from strategies.argument_checks import Axis, positive
+from strategies.argument_checks import Axis, positive, wrong_type
 from strategies.data.casts import DTypes
 from strategies.data.datasets import DistributedDataset
 from strategies.data.iterators import Lockstep
@@ -26,14 +27,12 @@ from strategies.data.layout import Remainder
 from strategies.data.sources import InputContext
 from strategies.defaults import Defaults, current_defaults_of
 from strategies.errors import DeviceError, SpareError
-from strategies.extended import StrategyExtended
-from strategies.jax.programs.program import NOTHING_HELD, DeviceProgram, HeldState
-from strategies.jax.programs.xla_pitfalls import refuse_cut_integers, refuse_float64
-from strategies.jax.replicas.current_replica import refuse_in_replica
+from strategies.jax.programs.compilation import NOTHING_CAPTURED, CapturedVariables, DeviceProgram
+from strategies.jax.programs.xla_pitfalls import check_integers_fit, check_no_float64
 from strategies.jax.replicas.devices import borrow
-from strategies.jax.replicas.gathering import concatenated
-from strategies.jax.replicas.membership import Membership
-from strategies.jax.replicas.replicas import Replicas, as_jax_would
+from strategies.jax.replicas.processes import Membership
+from strategies.jax.replicas.reduction_ops import check_outside_replica
+from strategies.jax.replicas.replicas import Replicas, as_jax_would, concatenated
 from strategies.jax.replicas.variables import (
     MirroredVariable,
     Synchronization,
@@ -43,15 +42,56 @@ from strategies.jax.replicas.variables import (
 )
 from strategies.keras_in_scope import keras_in_scope, keras_room
 from strategies.late_jax import is_jax_array, jax, jnp
-from strategies.per_replica import PerReplica, Shared
 from strategies.typing import Data, Element, Function, Leaf, Tree
+from strategies.values import PerReplica, Shared
 
 if TYPE_CHECKING:
-    from strategies.jax.feeds.drawing import Iterators
+    from strategies.jax.feeds.infeed import Iterators
 
 Same = TypeVar("Same")
 
 _scope: ContextVar[Strategy | None] = ContextVar("strategy", default=None)
+
+
+@dataclass(frozen=True)
+class StrategyExtended:
+    """The role of this instance, and the original's names for `Strategy.reduce`.
+
+    Attributes:
+        experimental_between_graph: True: every instance runs the program.
+        experimental_should_init: True: every instance creates its variables.
+        should_checkpoint: Whether this instance writes checkpoints.
+        should_save_summary: Whether this instance writes summaries.
+    """
+
+    should_checkpoint: bool
+    should_save_summary: bool
+    _reduce: Callable[[str, Tree], Tree] = field(repr=False, compare=False)
+    experimental_between_graph: bool = True
+    experimental_should_init: bool = True
+
+    def reduce_to(self, reduce_op: str, value: Tree, destinations: object = None, options: object = None) -> Tree:
+        """Return `strategy.reduce(reduce_op, value)`; all instances get the result, whatever the destinations.
+
+        Args:
+            reduce_op: "sum", "mean", "min" or "max".
+            value: A value per replica, as `Strategy.reduce` takes it.
+            destinations: Ignored, as in the original.
+            options: Ignored, as in the original.
+        """
+        return self._reduce(reduce_op, value)
+
+    def batch_reduce_to(
+        self, reduce_op: str, value_destination_pairs: Iterable[tuple[Tree, object]], options: object = None
+    ) -> list[Tree]:
+        """Return `reduce_to` of the value of each pair, in order.
+
+        Args:
+            reduce_op: "sum", "mean", "min" or "max".
+            value_destination_pairs: Pairs of a value and its destinations.
+            options: Ignored, as in the original.
+        """
+        return [self.reduce_to(reduce_op, value, destinations) for value, destinations in value_destination_pairs]
 
 
 class Strategy(ABC):
@@ -114,7 +154,7 @@ class Strategy(ABC):
 
     @functools.cached_property
     def _iterators(self) -> Iterators:
-        from strategies.jax.feeds.drawing import Iterators  # imports JAX
+        from strategies.jax.feeds.infeed import Iterators  # imports JAX
 
         return Iterators()
 
@@ -209,7 +249,7 @@ class Strategy(ABC):
             BaseException: On the chief, the exception of `function`.
             PeerLostError: On the other instances, if the chief is lost and they cannot go on.
         """
-        refuse_in_replica("strategy.on_chief")
+        check_outside_replica("strategy.on_chief")
         self.replicas.on_chief(function)
 
     @property
@@ -274,7 +314,7 @@ class Strategy(ABC):
                 when it is read.
             aggregation: Reduction over the replicas: "sum", "mean" or "only_first_replica".
         """
-        refuse_in_replica("strategy.variable")
+        check_outside_replica("strategy.variable")
         return make_variable(self.replicas, initial, synchronization, aggregation)
 
     def per_replica(self, function: Callable[[int], Tree]) -> PerReplica:
@@ -296,7 +336,7 @@ class Strategy(ABC):
         Raises:
             ValueError: If the local replicas do not divide the arrays evenly, or the batch is for other replicas.
         """
-        return self.replicas.dealing.split(tree)
+        return self.replicas.sharding.split(tree)
 
     def shared(self, tree: Tree) -> Shared:
         """Mark a pytree, so that `run` gives all of it to every replica, even if it looks like a batch."""
@@ -311,7 +351,7 @@ class Strategy(ABC):
             UnsupportedBufferError: If a leaf is a masked array.
             ValueError: If integers do not fit into 32 bits, unless JAX has 64 bits enabled.
         """
-        refuse_in_replica("strategy.broadcast")
+        check_outside_replica("strategy.broadcast")
         return self.replicas.broadcast(tree, root)
 
     def reduce(self, op: str, value: Tree, axis: Axis | None = None) -> Tree:
@@ -333,7 +373,7 @@ class Strategy(ABC):
             ValueError: If `op` is unknown, or the replicas' pytrees differ, or the value cannot be split as in `run`.
                 If a replica's value lacks the axis, or is empty along it.
         """
-        refuse_in_replica("strategy.reduce")
+        check_outside_replica("strategy.reduce")
         return self.replicas.reduce(op, values_of(value), axis)
 
     def gather(self, value: Tree, axis: int) -> Tree:
@@ -353,7 +393,7 @@ class Strategy(ABC):
             UnsupportedBufferError: If instances cannot exchange the values, such as strings.
             ValueError: If the values are scalars, or for a reason of `reduce`.
         """
-        refuse_in_replica("strategy.gather")
+        check_outside_replica("strategy.gather")
         return concatenated(self.replicas, values_of(value), axis)
 
     # ---- programs
@@ -380,19 +420,20 @@ class Strategy(ABC):
         Raises:
             RuntimeError: Inside a function that `run` runs; or if the function reads a value that differs each time,
                 such as a clock or an iterator of a closure.
-            TypeError: If `args` is not a tuple or list, or `kwargs` not a dictionary; "Unsupported data type" for
+            TypeError: If `args` is not a tuple or list, or `kwargs` not a dictionary. If an argument is an object, such
+                as a queue, a model or an optimizer, which the function can use by its name. "Unsupported data type" for
                 float64 arguments or results, unless JAX has 64 bits enabled.
             UnsupportedBufferError: If a `PerReplica` has a masked array.
             ValueError: If a `PerReplica` does not have one value per local replica, or has values of different shapes.
                 If integers do not fit into 32 bits, unless JAX has 64 bits enabled. If a batch or a `PerReplica`
                 belongs to other replicas. If an array may or may not be a batch.
         """
-        refuse_in_replica("strategy.run")
+        check_outside_replica("strategy.run")
         self.replicas.refuse_in_child()
         kwargs = kwargs or {}
         _require_arguments(args, kwargs)
         given = self._iterators.placed([*args, *kwargs.values()])
-        named = [self.replicas.dealing.deal_argument(values_of(value)) for value in given]
+        named = [self.replicas.sharding.shard_argument(values_of(value)) for value in given]
         program, state = self._program(function, tuple(kwargs))
         is_split = [isinstance(value, PerReplica) for value in named]
         values = [
@@ -404,10 +445,14 @@ class Strategy(ABC):
             (np.int32(replica), held, *of_replica)
             for replica, *of_replica in zip(self.local_replicas, *values, strict=True)
         ]
-        executables = [
-            program.compiled(self.replicas.devices.device_of(position), *of_replica)
-            for position, of_replica in enumerate(arguments)
-        ]
+        try:
+            executables = [
+                program.compiled(self.replicas.devices.device_of(position), *of_replica)
+                for position, of_replica in enumerate(arguments)
+            ]
+        except TypeError:
+            _check_argument_types(given)
+            raise
         if not state.is_current:  # the function has built a model, and nothing has run yet
             return self.run(function, args, kwargs)
         results = self._run(executables, arguments)
@@ -426,7 +471,7 @@ class Strategy(ABC):
 
     def _shared(self, value: Tree) -> Tree:
         """Return a value that all replicas get as a whole, on whatever device it lies."""
-        refuse_cut_integers(refuse_float64(value))
+        check_integers_fit(check_no_float64(value))
         return trees.map(lambda leaf: borrow(leaf) if _is_on_one_device(leaf) else leaf, value)
 
     def _run(self, executables: Sequence[jax.stages.Compiled], arguments: Sequence[Sequence[Tree]]) -> list[Tree]:
@@ -444,39 +489,39 @@ class Strategy(ABC):
             raise reducer.last_error
         return results
 
-    def _program(self, function: Function, names: tuple[str, ...]) -> tuple[DeviceProgram, HeldState]:
+    def _program(self, function: Function, names: tuple[str, ...]) -> tuple[DeviceProgram, CapturedVariables]:
         """Return the compiled function, and the Keras variables that it reads besides its arguments."""
-        from strategies.jax.programs.captures import Reads  # imports JAX
+        from strategies.jax.programs.captures import CapturedValues  # imports JAX
 
         key = function, names
         found = self.replicas.programs.get(key)
         if found is not None and all(is_same() for is_same in found[2]):
             return found[:2]
-        objects = Reads(function, follows_keras=True).of_keras
-        state = keras_room().KerasState(objects, self.replicas) if objects else NOTHING_HELD
+        objects = CapturedValues(function, follows_keras=True).of_keras
+        state = keras_room().KerasState(objects, self.replicas) if objects else NOTHING_CAPTURED
         constants: list[Callable[[], bool]] = [lambda: state.is_current]
         program = self.replicas.devices.compile(self._for_one_replica(function, names, state, constants))
         self.replicas.programs[key] = program, state, constants
         return program, state
 
     def _for_one_replica(
-        self, function: Function, names: tuple[str, ...], state: HeldState, constants: list[Callable[[], bool]]
+        self, function: Function, names: tuple[str, ...], state: CapturedVariables, constants: list[Callable[[], bool]]
     ) -> Function:
-        from strategies.jax.feeds.drawing import drawn  # imports JAX, as the next two
-        from strategies.jax.programs.captures import Reads
+        from strategies.jax.feeds.infeed import drawn  # imports JAX, as the next two
+        from strategies.jax.programs.captures import CapturedValues
         from strategies.jax.replicas.replica_context import replica_context
 
         def one_replica(index: jax.Array, held: Sequence[Tree], *values: Tree) -> Tree:
             first_named, values = len(values) - len(names), tuple(drawn(list(values)))
             context = self.replicas.new_context(index, "run", is_watched=True)
-            reads = Reads(function, follows_keras=True)
+            reads = CapturedValues(function, follows_keras=True)
             with replica_context(context), state.inside(held) as changes:
                 result = function(*values[:first_named], **dict(zip(names, values[first_named:], strict=True)))
                 made = changes()
             reads.settle()
             constants.extend([*context.feeds.constants, reads.is_same])
             # The token makes a result that is ready only after the program's last feed.
-            results = (refuse_float64(result, "output"), made, context.feeds.token)
+            results = (check_no_float64(result, "output"), made, context.feeds.token)
             return trees.map(jnp.asarray, results)
 
         return one_replica
@@ -534,7 +579,7 @@ class Strategy(ABC):
             gradient_accumulation_count=gradient_accumulation_count,
             transfer_dtype=transfer_dtype,
             prefetch=prefetch if prefetch is not None else 2 if self.defaults.prefetches else 0,
-            place=lambda batch: self.replicas.dealing.batch(batch),
+            place=lambda batch: self.replicas.sharding.batch(batch),
             communicator=self.replicas.communicator,
             instruments=self.instruments,
             is_spare=lambda: self.replicas.is_spare,
@@ -581,9 +626,19 @@ def get_strategy() -> Strategy | None:
 def _require_arguments(args: object, kwargs: object) -> None:
     """Refuse a value given in place of a tuple, before its parts count as arguments."""
     if not isinstance(args, tuple | list):
-        raise TypeError(f"args is {args!r}, a {type(args).__name__}; give a tuple, such as args=(value,)")
+        raise wrong_type("args", args, "give a tuple, such as args=(value,)")
     if not isinstance(kwargs, dict):
-        raise TypeError(f"kwargs is {kwargs!r}, a {type(kwargs).__name__}; give a dictionary")
+        raise wrong_type("kwargs", kwargs, "give a dictionary")
+
+
+def _check_argument_types(arguments: Sequence[Tree]) -> None:
+    """Raise an error for the first leaf that no program can take as an argument, if there is one."""
+    for leaf in trees.leaves(arguments):
+        if not (hasattr(leaf, "shape") or isinstance(leaf, bool | int | float | complex | PerReplica)):
+            raise TypeError(
+                f"strategy.run gets {leaf!r}, a {type(leaf).__name__}, as an argument, but a program takes arrays and "
+                "iterators; leave it out of the arguments, and use it in the function by its name"
+            )
 
 
 def _is_on_one_device(leaf: Leaf) -> bool:
@@ -594,7 +649,7 @@ def _is_on_one_device(leaf: Leaf) -> bool:
 def _alike(values: Sequence[Tree]) -> list[Tree]:
     """Return the replicas' values on the host, checked to have the same shapes."""
     for value in values:
-        refuse_float64(value)
+        check_no_float64(value)
     hosted = [trees.map(as_jax_would, value) for value in values]
     trees.map(_check_shapes, *hosted)
     return hosted

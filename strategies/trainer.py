@@ -11,15 +11,15 @@ import numpy as np
 from optax import GradientTransformation
 
 from strategies.argument_checks import positive, require_known_options
+from strategies.core.engine import EvaluationTask, Results
 from strategies.core.evaluation import Evaluation, Evaluator
 from strategies.core.metrics import Metrics, StepNotice
-from strategies.core.rows import EvaluationTask, Told
 from strategies.core.step import StepLoop, StepRules
 from strategies.data.datasets import DistributedDataset
 from strategies.data.every_row import every_row
 from strategies.jax.engine import JaxEngine, flipped
 from strategies.jax.evaluation.tasks import MetricsFunction, evaluation_task, prediction_task
-from strategies.jax.gradients.arguments import (
+from strategies.jax.gradients.computation import (
     check_loss_function,
     check_optimizer,
     check_takes_state,
@@ -30,16 +30,16 @@ from strategies.jax.memory.of_step import MemoryPlanner
 from strategies.jax.memory.plan import MemoryPlan
 from strategies.jax.options import TrainerOptions, configured
 from strategies.jax.preparation import StepPrograms
-from strategies.jax.programs.program import shapes_of
-from strategies.jax.replicas.current_replica import refuse_in_replica
-from strategies.jax.replicas.dealing import unchanging
+from strategies.jax.programs.compilation import shapes_of
+from strategies.jax.replicas.reduction_ops import check_outside_replica
+from strategies.jax.replicas.sharding import unchanging
 from strategies.jax.step_record import recorder_for
 from strategies.jax.updates.optimizers import AnyOptimizer, StepOptimizer, unwrapped
-from strategies.placeholders import blank
+from strategies.placeholders import zeros_for_placeholders
 from strategies.strategy import Strategy
-from strategies.train_state import TrainState, check_state
 from strategies.trees import rows_of
 from strategies.typing import Batch, Function, LossFunction, Tree, Variables
+from strategies.values import TrainState, check_state
 
 __all__ = ["LossFunction", "Metrics", "TrainState", "Trainer"]
 
@@ -118,12 +118,12 @@ class Trainer:
         self._loop = StepLoop(
             replicas,
             self._engine,
-            StepRules(options.digest_every, options.check_numerics, options.own_part, flipped, rows_of),
+            StepRules(options.digest_every, options.check_numerics, options.unrecoverable_part, flipped, rows_of),
             options.scaling,
             recorder,
         )
-        own_part = None if self._engine.has_copies() else options.own_part
-        self._evaluator = Evaluator(replicas, self._engine, every_row, own_part, self._loop.carrier)
+        unrecoverable_part = None if self._engine.has_copies() else options.unrecoverable_part
+        self._evaluator = Evaluator(replicas, self._engine, every_row, unrecoverable_part, self._loop.transfer)
         self._memory = MemoryPlanner(replicas, loss_fn, optimizer, options)
 
     @property
@@ -147,8 +147,8 @@ class Trainer:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether instances hold different parts of the state: sharded optimizer or model state, or residuals."""
-        return self._options.own_part is not None
+        """Whether instances hold different parts of the state: sharded optimizer or model state."""
+        return self._options.unrecoverable_part is not None
 
     def whole(self, state: TrainState) -> TrainState:
         """Return the state with a `PartOfArray` for each array that this instance holds only in part."""
@@ -171,7 +171,7 @@ class Trainer:
             LayoutMismatchError: On all instances, if their variables differ in names, shapes or dtypes.
             RuntimeError: Inside `strategy.run` or a loss function.
         """
-        refuse_in_replica("trainer.init")
+        check_outside_replica("trainer.init")
         state = self.adopt(TrainState(variables, None, 0, model_state=model_state))
         self._begun_with = shapes_of((variables, model_state))
         return state
@@ -180,7 +180,7 @@ class Trainer:
         """Continue a training that other code has begun, with instance 0's state on every instance. Collective.
 
         Args:
-            state: Whole state, without residuals. Its optimizer state must be one of this trainer's optimizer. If it
+            state: Whole state. Its optimizer state must be one of this trainer's optimizer. If it
                 has no loss scale, loss scaling begins anew.
 
         Raises:
@@ -190,7 +190,7 @@ class Trainer:
         """
         replicas = self._strategy.replicas
         if replicas.is_spare:
-            state = blank(state)
+            state = zeros_for_placeholders(state)
         check_takes_state(self._loss_fn, state.model_state is not None)
         check_variables(state.variables, self._options.trainable)
         check_model_state(state.model_state)
@@ -254,7 +254,7 @@ class Trainer:
             ValueError: If the data set has no batch, or `steps_per_execution` is not positive; and the errors of
                 `step`.
         """
-        refuse_in_replica("trainer.run")
+        check_outside_replica("trainer.run")
         positive("steps_per_execution", steps_per_execution)
         check_state(state)
         if isinstance(dataset, DistributedDataset):
@@ -308,7 +308,7 @@ class Trainer:
             DisagreementError: On all instances, at the first step with a new shape of batches, if they differ in
                 options, data set, loss function or optimizer.
         """
-        refuse_in_replica("trainer.step")
+        check_outside_replica("trainer.step")
         check_state(state)
         return self._loop.make_step(state, batch)
 
@@ -378,9 +378,9 @@ class Trainer:
         task = prediction_task(self._loss_fn, fn, state.model_state is not None)
         return self._evaluator.predict(task, state, dataset, to_all)
 
-    def told(
+    def batch_results(
         self, task: EvaluationTask, state: TrainState, dataset: DistributedDataset | Iterable[Batch]
-    ) -> Generator[Told, None, None]:
+    ) -> Generator[Results, None, None]:
         """Yield the results of a task for each batch; `evaluate` and `predict` are built on it."""
         check_state(state)
-        return self._evaluator.told(task, state, dataset)
+        return self._evaluator.batch_results(task, state, dataset)

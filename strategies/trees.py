@@ -23,6 +23,8 @@ Path = tuple[object, ...]
 """The keys that lead to a leaf; `keystr` makes one text of them."""
 
 _registered: dict[type, tuple[Sequence[str], Sequence[str]]] = {}
+_of_jax: ModuleType | None = None
+"""`jax.tree_util`, from the end of JAX's import on, when it knows our classes."""
 
 
 def register_dataclass(kind: T, data_fields: Sequence[str], meta_fields: Sequence[str]) -> T:
@@ -38,18 +40,9 @@ def register_dataclass(kind: T, data_fields: Sequence[str], meta_fields: Sequenc
     return kind
 
 
-def _of_jax() -> ModuleType | None:
-    """Return `jax.tree_util`, or None if JAX is not imported. It knows our classes only at the end of the import."""
-    module = sys.modules.get("jax")
-    if module is None or getattr(module.__spec__, "_initializing", False):  # another thread is importing it
-        return None
-    tree_util: ModuleType = module.tree_util
-    return tree_util
-
-
 @dataclass(frozen=True)
 class Structure:
-    """A tree without its leaves. Compare it only with a structure made in the same moment, because JAX has its own.
+    """The structure of a pytree. JAX's and ours never compare equal, so compare structures made by the same library.
 
     Attributes:
         kind: The class of the node; None for a leaf.
@@ -89,10 +82,8 @@ class Structure:
         """Return the texts of the keys that lead to the children."""
         if self.kind in (tuple, list):
             return [f"[{number}]" for number in range(len(self.children))]
-        if self.kind in (dict, OrderedDict):
-            return [f"[{key!r}]" for key in self.meta]
-        if self.kind is defaultdict:
-            return [f"[{key!r}]" for key in self.meta[1:]]
+        if self.kind in _DICTIONARIES:
+            return [f"[{key!r}]" for key in self.meta[len(self.meta) - len(self.children) :]]
         names = _registered[self.kind][0] if self.kind in _registered else getattr(self.kind, "_fields", ())
         return [f".{name}" for name in names]
 
@@ -100,6 +91,7 @@ class Structure:
 AnyStructure: TypeAlias = "Structure | jax.tree_util.PyTreeDef"
 
 _LEAF = Structure(None)
+_DICTIONARIES = (dict, OrderedDict, defaultdict)
 
 
 def _children(tree: Tree) -> tuple[tuple[Hashable, ...], Sequence[Tree]] | None:
@@ -107,19 +99,15 @@ def _children(tree: Tree) -> tuple[tuple[Hashable, ...], Sequence[Tree]] | None:
     kind = type(tree)
     if kind is tuple or kind is list:
         return (), tree
-    if kind is dict:
-        keys = _ordered(tree)
-        return keys, [tree[key] for key in keys]
+    if kind in _DICTIONARIES:
+        keys = tuple(tree) if kind is OrderedDict else _ordered(tree)
+        factory = (tree.default_factory,) if kind is defaultdict else ()
+        return (*factory, *keys), [tree[key] for key in keys]
     if tree is None:
         return (), ()
     if kind in _registered:
         data, meta = _registered[kind]
         return tuple(getattr(tree, name) for name in meta), [getattr(tree, name) for name in data]
-    if kind is OrderedDict:
-        return tuple(tree), list(tree.values())
-    if kind is defaultdict:
-        keys = _ordered(tree)
-        return (tree.default_factory, *keys), [tree[key] for key in keys]
     return ((), tree) if isinstance(tree, tuple) and hasattr(kind, "_fields") else None
 
 
@@ -197,10 +185,7 @@ def _paths(structure: Structure, before: Path = ()) -> Iterator[Path]:
 
 def flatten(tree: Tree) -> tuple[list[Leaf], AnyStructure]:
     """Return the leaves of a tree, and its structure."""
-    if of_jax := _of_jax():
-        leaves, structure = of_jax.tree_flatten(tree)
-        return leaves, structure
-    leaves = []
+    leaves: list[Leaf] = []
     return leaves, _flattened(tree, leaves)
 
 
@@ -212,14 +197,6 @@ def leaves(tree: Tree) -> list[Leaf]:
 def structure(tree: Tree) -> AnyStructure:
     """Return the structure of a tree."""
     return flatten(tree)[1]
-
-
-def _take_those_of_jax() -> None:
-    """Put the functions of JAX itself in the place of those that every step calls."""
-    globals().update(flatten=jax.tree_util.tree_flatten, leaves=jax.tree_util.tree_leaves)
-
-
-when_jax_is_imported(_take_those_of_jax)
 
 
 def unflatten(structure: AnyStructure, leaves: Sequence[Leaf]) -> Tree:
@@ -235,8 +212,6 @@ def map(function: Callable[..., Leaf], tree: Tree, *others: Tree) -> Tree:
     Raises:
         ValueError: If the structure of the tree is no prefix of another one's.
     """
-    if of_jax := _of_jax():
-        return of_jax.tree_map(function, tree, *others)
     leaves: list[Leaf] = []
     structure = _flattened(tree, leaves)
     parts: list[list[Tree]] = [[] for _ in others]
@@ -247,9 +222,6 @@ def map(function: Callable[..., Leaf], tree: Tree, *others: Tree) -> Tree:
 
 def flatten_with_path(tree: Tree) -> tuple[list[tuple[Path, Leaf]], AnyStructure]:
     """Return the leaves of a tree with their paths, and its structure."""
-    if of_jax := _of_jax():
-        found, structure = of_jax.tree_flatten_with_path(tree)
-        return found, structure
     leaves: list[Leaf] = []
     structure = _flattened(tree, leaves)
     return list(zip(_paths(structure), leaves, strict=True)), structure
@@ -273,17 +245,30 @@ def keystr(path: Path) -> str:
 
 def is_leaf(tree: Tree) -> bool:
     """Return whether a value is a leaf, and not a node."""
-    if of_jax := _of_jax():
-        return bool(of_jax.all_leaves([tree]))
-    return _children(tree) is None
+    return _children(tree) is None if _of_jax is None else bool(_of_jax.all_leaves([tree]))
+
+
+def _take_those_of_jax() -> None:
+    """Put the functions of JAX itself in the place of ours."""
+    of_jax = jax.tree_util
+    globals().update(
+        _of_jax=of_jax,
+        flatten=of_jax.tree_flatten,
+        flatten_with_path=of_jax.tree_flatten_with_path,
+        leaves=of_jax.tree_leaves,
+        map=of_jax.tree_map,
+    )
+
+
+when_jax_is_imported(_take_those_of_jax)
 
 
 def node_of(tree: Tree) -> tuple[Tree, Sequence[Tree]] | None:
     """Return the meta data of a node's class, and its children; None for a leaf. `node_from` takes them."""
     if isinstance(tree, tuple):
         return ((), tree) if hasattr(tree, "_fields") else None
-    if of_jax := _of_jax():
-        children, structure = of_jax.tree_flatten(tree, is_leaf=lambda part: part is not tree)
+    if _of_jax is not None:
+        children, structure = _of_jax.tree_flatten(tree, is_leaf=lambda part: part is not tree)
         data = structure.node_data()
         return None if data is None else (data[1], children)
     return _children(tree)
@@ -310,7 +295,7 @@ def _node_from(kind: type, meta: Tree, children: Sequence[Tree]) -> Tree:
         return kind(*children)
     if kind in _registered or kind is OrderedDict:
         return _filled(Structure(kind, meta, (_LEAF,) * len(children)), children)
-    if _of_jax() is not None:
+    if _of_jax is not None:
         # `PyTreeDef.from_node_data_and_children` of JAX 0.10 ends the process by SIGSEGV if the meta data do not fit.
         registered = sys.modules["jax._src.tree_util"]._registry.get(kind)
         if registered is not None:

@@ -9,7 +9,7 @@ from collectives import Communicator
 from popdist import Instance
 from popdist.records.progress import NoProgress, Progress
 from strategies.defaults import Defaults
-from strategies.jax.replicas.membership import Membership
+from strategies.jax.replicas.processes import Membership
 
 
 @final

@@ -8,12 +8,15 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import draw_rooms
 import pytest
 from draw_rooms import EXAMPLES, modules_of
+
+from strategies.late_names import places_in
 
 ROOT = Path(__file__).parents[1]
 OURS = {"collectives", "popdist", "poprun", "strategies"}
@@ -54,10 +57,7 @@ TRANSPORTS = {
     "strategies/checkpoints/checkpoint_folder.py": {"orbax"},
     "strategies/compat/estimator/keras_variables.py": {"keras"},
     "strategies/data/grain_source.py": {"absl", "grain"},
-    "strategies/sinks/mlflow_run.py": {"mlflow"},
-    "strategies/sinks/prometheus.py": {"prometheus_client"},
-    "strategies/sinks/tensorboard.py": {"tensorboard"},
-    "strategies/sinks/wandb_run.py": {"wandb"},
+    "strategies/sinks/services.py": {"mlflow", "prometheus_client", "tensorboard", "wandb"},
 }
 LIBRARIES = {
     "poprun/trace": {"numpy"},
@@ -76,7 +76,7 @@ OF_TORCH = {"popdist.poptorch", "strategies.torch", "strategies.torch.poptorch"}
 DOORS = {
     "collectives/__init__.py": "connects by the transport that the user names, and needs the libraries of no other",
     "popdist/compat.py": "looks the original's names up in a table when a program asks for one",
-    "strategies/late_names.py": "imports the public names of a package, which type checkers find in its __init__",
+    "strategies/late_names.py": "imports the public names of a package, which type checkers find in a stub",
     "popdist/poptorch.py": "is the original's name of a module; a program that imports it asks for PopTorch",
 }
 """The files that import modules by name, chosen here or by the user, and their reasons."""
@@ -211,24 +211,20 @@ def test_imports_load_only_the_libraries_that_they_need() -> None:
     assert {statement: found[statement] & lists[statement] for statement in lists} == dict.fromkeys(lists, set())
 
 
-@pytest.mark.parametrize("package", ["strategies", "strategies.torch"])
-def test_type_checkers_see_the_public_names_where_programs_find_them(package: str) -> None:
-    tree = ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text())
-    [seen] = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    [places] = (
-        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_PLACES"
-    )
-    assert {
-        (alias.name, alias.asname, f"{node.module}.{alias.name}" if is_module(node, alias) else node.module)
-        for node in seen.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    } == {(name, name, place) for name, place in ast.literal_eval(places).items()}
+@pytest.mark.parametrize("package", ["strategies", "strategies/torch"])
+def test_programs_find_all_public_names_of_the_stub_for_type_checkers(package: str) -> None:
+    init = ROOT / package / "__init__.py"
+    [docstring, *imports] = ast.parse(init.with_suffix(".pyi").read_text()).body
+    assert isinstance(docstring, ast.Expr)
+    assert names_imported_in(imports) == places_in(str(init))
 
 
-def is_module(node: ast.ImportFrom, alias: ast.alias) -> bool:
-    place = ROOT / str(node.module).replace(".", "/")
-    return any((place / path).exists() for path in (f"{alias.name}.py", f"{alias.name}/__init__.py"))
+def names_imported_in(statements: Sequence[ast.stmt]) -> dict[str, str | None]:
+    """Return the module of each name, which all statements import under its own name."""
+    assert all(isinstance(node, ast.ImportFrom) for node in statements)
+    found = [(alias, node.module) for node in statements for alias in node.names]
+    assert all(alias.name == alias.asname for alias, _ in found)
+    return {alias.name: module for alias, module in found}
 
 
 def test_every_package_of_the_project_has_a_rule() -> None:

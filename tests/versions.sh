@@ -19,7 +19,7 @@ modules="callbacks casts checkpoints collective_equations compilation dataflow d
     step_record trainer updates xla_pitfalls"
 # shellcheck disable=SC2086 # several words
 of_jax="$(printf 'tests/strategies/test_%s.py ' $modules)
-    tests/strategies/keras_models/test_keras_metrics.py tests/strategies/pipelines/test_pipeline_cuts.py
+    tests/strategies/keras_models/test_keras_metrics.py
     tests/strategies/pipelines/test_pipeline_stages.py tests/jobs/test_promises.py"
 # Tests of sums by NumPy, and of threads, processes and command lines, which belong to Python.
 of_python="tests/collectives/test_exact_sums.py tests/collectives/test_exchange.py tests/collectives/test_lanes.py

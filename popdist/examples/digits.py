@@ -183,7 +183,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--schedule", metavar="NAME", help="pipeline schedule: grouped, interleaved, sequential, ... (grouped)")
     add("--compute-dtype", choices=("bfloat16", "float16"), help="dtype of the network's computation (float32)")
     add("--loss-scaling", type=scaling, metavar="X|dynamic", help="scale of the loss, for float16")
-    add("--gradient-transfer-dtype", choices=("bfloat16", "float16", "int8"), help="dtype of gradients in transit")
+    add("--gradient-transfer-dtype", choices=("bfloat16", "float16"), help="dtype of gradients in transit")
     add("--shard-optimizer-state", action="store_true", help="shard the optimizer state over replicas")
     add("--learning-rate", type=rate, metavar="X", help=f"learning rate of Adam ({described(DEFAULT_LEARNING_RATE)})")
     add(

@@ -31,7 +31,7 @@ def parse_arguments():
     parser.add_argument("--test-batch-size", type=int, default=8)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--learning-rate", type=float, default=0.001)
-    parser.add_argument("--profile", action="store_true", help="write a trace of the devices, for ui.perfetto.dev")
+    parser.add_argument("--profile", action="store_true", help="write the drawn work of the devices to a file")
     parser.add_argument("--profile-dir", type=Path, default=Path("profile"))
     parser.add_argument("--strategy", choices=["pipelined", "sharded"], default="pipelined")
     parser.add_argument("--debug", action="store_true", help="log in more detail")
@@ -94,8 +94,8 @@ def main():
             print(f"epoch {epoch}: loss {losses.mean():.4f}, {accuracy:.1%} of the last call", flush=True)
     if arguments.profile:
         arguments.profile_dir.mkdir(exist_ok=True)
-        name = f"instance{popdist.getInstanceIndex()}.json"
-        (arguments.profile_dir / name).write_text(training.trace.perfetto(), encoding="utf-8")
+        name = f"instance{popdist.getInstanceIndex()}.txt"
+        (arguments.profile_dir / name).write_text(training.trace.text(), encoding="utf-8")
     test_set = tensors_of(digits.test_images, digits.test_labels)
     found = test_accuracy(model, options, test_set, arguments.test_batch_size)
     if popdist.getInstanceIndex() == 0:

@@ -48,7 +48,6 @@ _OURS = tuple(f"{_ROOT / package}{os.sep}" for package in ("collectives", "popdi
 _COMPILING = {
     str(_ROOT / "strategies" / "jax" / "gradients" / "replica_program.py"): LOSS,
     str(_ROOT / "strategies" / "jax" / "updates" / "update.py"): OPTIMIZER,
-    str(_ROOT / "strategies" / "jax" / "updates" / "sharded_update.py"): OPTIMIZER,
 }
 _MOST_QUESTIONS = 100
 

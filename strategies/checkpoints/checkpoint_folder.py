@@ -23,7 +23,7 @@ import re
 import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -39,14 +39,16 @@ from strategies.checkpoints.sealed_folders import (
     REMOVED,
     REPLACED,
     TRAINING,
-    beside,
+    Packing,
     clear,
     content,
     fault_of,
+    plain_metrics,
+    plain_values,
     put,
     seal,
+    sibling,
 )
-from strategies.checkpoints.serialization import Packing, plain_metrics, plain_values
 from strategies.data.layout import Position
 from strategies.errors import CheckpointError
 from strategies.jax.replicas.processes import own_process
@@ -155,7 +157,7 @@ class CheckpointFolder:
             CheckpointError: If writing fails, for example because the disk is full.
         """
         complete = self.of_step(training.step)
-        incomplete = beside(complete, INCOMPLETE)
+        incomplete = sibling(complete, INCOMPLETE)
         try:
             make_private(self.path)
             clear(incomplete)
@@ -203,7 +205,12 @@ class CheckpointFolder:
 
     def metrics(self) -> dict[int, Mapping[str, float]]:
         """Return the metrics of the complete checkpoints by their steps; none for checkpoints that cannot be read."""
-        return {step: _metrics_of(self.of_step(step)) for step in self.steps()}
+        found: dict[int, Mapping[str, float]] = {}
+        for step in self.steps():
+            found[step] = {}
+            with suppress(OSError, ValueError):
+                found[step] = SavedTraining.from_json(content(self.of_step(step) / TRAINING).decode()).metrics
+        return found
 
     def _fill(self, folder: Path, training: SavedTraining, flat: Mapping[str, np.ndarray]) -> None:
         with self._path_of_open(folder) as opened, _without_tracebacks_of_orbax():
@@ -251,7 +258,7 @@ class CheckpointFolder:
             ) from error
 
     def _set_aside(self, path: Path, fault: str, used: int) -> None:
-        aside = beside(path, DAMAGED)
+        aside = sibling(path, DAMAGED)
         clear(aside)
         try:
             path.rename(aside)
@@ -275,7 +282,7 @@ class CheckpointFolder:
     def _remove(self, path: Path) -> None:
         """Remove a complete checkpoint. It is renamed first, so that a half-removed one does not count as complete."""
         try:
-            removed = path.rename(beside(path, REMOVED))
+            removed = path.rename(sibling(path, REMOVED))
         except OSError as error:
             logger.warning("the old checkpoint %s cannot be removed: %s", path, error)
         else:
@@ -291,13 +298,6 @@ def _for_this_process_alone(orbax: ModuleType) -> dict[str, object]:
         primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process {own}"
     )
     return {"multiprocessing_options": options}
-
-
-def _metrics_of(checkpoint: Path) -> Mapping[str, float]:
-    try:
-        return SavedTraining.from_json(content(checkpoint / TRAINING).decode()).metrics
-    except (OSError, ValueError):
-        return {}
 
 
 def _pieces(flat: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from math import inf
 from pathlib import Path
 from types import TracebackType
@@ -25,20 +24,19 @@ from popdist.records.recording import FOLDER_VARIABLE
 from popdist.switches import require_switches
 from strategies.argument_checks import positive
 from strategies.checkpoints.checkpoint_folder import Best, CheckpointFolder, SavedTraining
-from strategies.checkpoints.own_loop import Loop, OwnLoop
-from strategies.checkpoints.sealed_folders import shown
-from strategies.checkpoints.serialization import HostArray, Packing, plain_metrics, plain_values
+from strategies.checkpoints.loading import Loop, OwnLoop
+from strategies.checkpoints.sealed_folders import HostArray, Packing, plain_metrics, plain_values, shown
 from strategies.core.agreement import broadcast_text
 from strategies.core.journal import Recorded
 from strategies.core.survival import meet, surviving
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import CheckpointError
 from strategies.jax.replicas.devices import borrow, is_key
-from strategies.jax.replicas.shards import PartOfArray
+from strategies.jax.replicas.variables import PartOfArray
 from strategies.late_jax import is_jax_array, jax
-from strategies.placeholders import packed, unread
-from strategies.train_state import TrainState, are_used_up, check_state
+from strategies.placeholders import packed, placeholders_like
 from strategies.typing import Leaf
+from strategies.values import TrainState, are_used_up, check_state
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -52,7 +50,6 @@ NICE = 10
 """The niceness of the writer's thread, with which training competes for cores. (Two instances on two cores, a
 checkpoint every 10 steps of the MLP: a step takes 1.37 times as long with niceness 0, 1.13 with 5, and 0.99 with 10.
 With 10 fewer checkpoints are made.)"""
-RESIDUALS = ".residuals"
 WRITE_LIMIT_S = 600.0
 """The longest wait for a checkpoint to be written, in seconds."""
 
@@ -195,13 +192,13 @@ class Checkpoints:
         require_switches(other_replicas=other_replicas)
         replicas = self._strategy.replicas
 
-        def replayed(told: str | None) -> _Restored:
-            if told is None:
+        def replayed(received: str | None) -> _Restored:
+            if received is None:
                 return None, state
-            training = SavedTraining.from_json(told)
-            return training, replace(unread(state, replicas.wait_for_values), step=training.step)
+            training = SavedTraining.from_json(received)
+            return training, replace(placeholders_like(state, replicas.wait_for_values), step=training.step)
 
-        recorded = Recorded("restoring a checkpoint", lambda found: partial(_text_of, found[0]), replayed)
+        recorded = Recorded("restoring a checkpoint", lambda made: getattr(made[0], "to_json", lambda: None), replayed)
         training, found = replicas.journal.perform(
             recorded, lambda: self._restored(state, other_replicas), survives=False
         )
@@ -437,11 +434,10 @@ class Checkpoints:
         if fault:
             raise CheckpointError(fault)
         values = found[1] if found else {}
-        if found and found[0].replicas != self._strategy.num_replicas_in_sync:
-            values = {name: array for name, array in values.items() if not name.startswith(RESIDUALS)}
-        return training and SavedTraining.from_json(training), {
-            name: values[name] if name in values else _room(leaf) for name, leaf in arrays.items()
-        }
+        for name in arrays.keys() - values.keys():  # to be filled
+            leaf = arrays[name]
+            values[name] = np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, PartOfArray) else leaf
+        return training and SavedTraining.from_json(training), values
 
     def _received(self, name: str, leaf: Leaf, array: Leaf) -> Any:
         """Return the new value of `leaf` on every instance, given the array that instance 0 has read. Collective."""
@@ -467,8 +463,6 @@ class Checkpoints:
             )
         theirs, ours = training.packing.layouts, Packing.of(arrays).layouts
         names = theirs.keys() | ours.keys()
-        if training.replicas != replicas:  # each replica has its own residuals
-            names = {name for name in names if not name.startswith(RESIDUALS)}
         for name in sorted(names):
             there, here = theirs.get(name, "nothing"), ours.get(name, "nothing")
             if there != here:
@@ -516,16 +510,12 @@ class Checkpoints:
         if self._trainer.is_sharded and state.held is None:
             number = replicas.recorded("signal to leave", save_together)
         else:
-            recorded = Recorded[np.ndarray]("signal to leave", packed, lambda told: np.array(told))
+            recorded = Recorded[np.ndarray]("signal to leave", packed, lambda received: np.array(received))
             number = surviving(replicas, save_together, catch_up, recorded=recorded)
         if self._folder is not None:
             name = signal.Signals(int(number[0])).name
             logger.warning("%s: leaving after step %d; see %s", name, state.step, self._folder.path)
         raise SystemExit(128 + int(number[0]))
-
-
-def _text_of(training: SavedTraining | None) -> str | None:
-    return None if training is None else training.to_json()
 
 
 def _stand_back() -> None:
@@ -536,11 +526,6 @@ def _stand_back() -> None:
 def _is_on_host(leaf: Leaf) -> bool:
     """Return whether a leaf is host memory that the training reuses, or a part of an array in it."""
     return isinstance(leaf, HostArray) or (isinstance(leaf, PartOfArray) and isinstance(leaf.local, np.ndarray))
-
-
-def _room(leaf: Leaf) -> Any:
-    """Return an array of the leaf's shape and dtype, to be filled."""
-    return np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, PartOfArray) else leaf
 
 
 def _like(leaf: Leaf, array: jax.Array) -> Any:

@@ -5,25 +5,31 @@ Names of devices and options of the original's hardware are accepted and have no
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager, nullcontext
-
-from jax.typing import ArrayLike
+from functools import partial
 
 from strategies import loops
+from strategies.compat.estimator.variables import CrossReplicaOptimizer, EstimatorOptimizer, accumulating
 from strategies.data.datasets import DistributedDataset
-from strategies.jax.feeds.feed_streams import InfeedMode
-from strategies.jax.feeds.infeed import InfeedQueue
-from strategies.jax.feeds.outfeed import OutfeedMode, OutfeedQueue
+from strategies.jax.feeds.infeed import InfeedMode, InfeedQueue
+from strategies.jax.feeds.outfeed import OutfeedQueue
 from strategies.jax.replicas.replica_context import get_replica_context
-from strategies.job_strategies import ClusterResolver
+from strategies.jax.updates.optimizers import AnyOptimizer
 from strategies.job_strategies import IPUHorovodStrategy as _Horovod
 from strategies.job_strategies import IPUMultiWorkerStrategy as _Workers
+from strategies.job_strategies import LocalStrategy
 from strategies.job_strategies import PopDistStrategy as _Job
-from strategies.local_strategy import LocalStrategy as _Alone
-from strategies.per_replica import PerReplica
+from strategies.measure import bottleneck
 from strategies.typing import Data, Function, Scalar, Tree
+from strategies.values import PerReplica
 
 __all__ = [
+    "CrossReplicaGradientAccumulationOptimizer",
+    "CrossReplicaGradientAccumulationOptimizerV2",
+    "CrossReplicaOptimizer",
+    "GradientAccumulationOptimizer",
+    "GradientAccumulationOptimizerV2",
     "IPUHorovodStrategy",
     "IPUInfeedQueue",
     "IPUMultiWorkerStrategy",
@@ -31,99 +37,96 @@ __all__ = [
     "IPUStrategy",
     "PopDistStrategy",
     "ScopedIPUOutfeedQueue",
+    "dataset_benchmark",
+    "infeed_benchmark",
     "ipu_scope",
     "repeat",
     "replication_index",
     "while_loop",
 ]
 
-_FIRST = "/device:IPU:0"
+
+_WITHOUT_EFFECT = {
+    *("ipu_device", "device_ordinal", "enable_dataset_iterators", "enable_keras_extensions"),
+    *("name", "optimise_latency", "use_while_v1", "verify_usage"),
+}
 
 
-def IPUStrategy(
-    ipu_device: str = _FIRST, enable_dataset_iterators: bool = True, enable_keras_extensions: bool = True
-) -> _Alone:
-    """Make a `strategies.LocalStrategy` with the configured number of replicas."""
-    _require_device(ipu_device)
-    return _Alone()
+def _row(target: Function, arguments: str, **renamed: str) -> Function:
+    """Return a function with the original's arguments, in their order; it passes on those with an effect.
+
+    Args:
+        target: Function or class of this project.
+        arguments: The original's names.
+        renamed: Names of this project for some of them.
+    """
+    has_reductions = "add_ipu_cross_replica_reductions" in inspect.signature(target).parameters
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(name, kind, default=None) for name in arguments.split()])
+
+    def called(*given: Tree, **named: Tree) -> Tree:
+        bound = signature.bind(*given, **named).arguments
+        if "ipu_device" in bound:
+            _require_device(bound["ipu_device"])
+        ours = {renamed.get(name, name): value for name, value in bound.items() if name not in _WITHOUT_EFFECT}
+        if not has_reductions:
+            _require_reductions(ours.pop("add_ipu_cross_replica_reductions", True))
+        return target(**ours)
+
+    called.__doc__ = f"Call `{getattr(target, 'func', target).__qualname__}`, which has some of these arguments."
+    called.__signature__ = signature  # type: ignore[attr-defined]
+    return called
 
 
-def PopDistStrategy(
-    ipu_device: str = _FIRST,
-    add_ipu_cross_replica_reductions: bool = True,
-    enable_dataset_iterators: bool = True,
-    enable_keras_extensions: bool = True,
-) -> _Job:
-    """Make a `strategies.PopDistStrategy`."""
-    _require_device(ipu_device)
-    return _Job(add_ipu_cross_replica_reductions)
+_EXTENSIONS = "enable_dataset_iterators enable_keras_extensions"
+_REDUCTIONS = "ipu_device add_ipu_cross_replica_reductions"
+# By default variables lie on the host, as in the original.
+IPUStrategy = _row(LocalStrategy, f"ipu_device {_EXTENSIONS}")
+PopDistStrategy = _row(_Job, f"{_REDUCTIONS} {_EXTENSIONS}")
+IPUMultiWorkerStrategy = _row(
+    partial(_Workers, variables_on_host=True), f"cluster_resolver {_REDUCTIONS} variables_on_host"
+)
+IPUHorovodStrategy = _row(partial(_Horovod, variables_on_host=True), f"{_REDUCTIONS} variables_on_host")
+IPUOutfeedQueue = _row(OutfeedQueue, "outfeed_mode device_ordinal buffer_depth optimise_latency", outfeed_mode="mode")
+ScopedIPUOutfeedQueue = _row(OutfeedQueue, "outfeed_mode device_ordinal", outfeed_mode="mode")  # deletes itself
+repeat = _row(loops.repeat, "n body inputs infeed_queue use_while_v1", infeed_queue="infeed")
+while_loop = _row(
+    loops.while_loop,
+    "condition body inputs infeed_queue maximum_iterations use_while_v1",
+    infeed_queue="infeed",
+)
 
 
-def IPUMultiWorkerStrategy(
-    cluster_resolver: ClusterResolver,
-    ipu_device: str = _FIRST,
-    add_ipu_cross_replica_reductions: bool = True,
-    variables_on_host: bool = True,
-) -> _Workers:
-    """Make a `strategies.IPUMultiWorkerStrategy`; by default variables lie on the host, as in the original."""
-    _require_device(ipu_device)
-    _require_reductions(add_ipu_cross_replica_reductions)
-    return _Workers(cluster_resolver, variables_on_host=variables_on_host)
+_UPDATES = "offload_weight_update_variables replicated_optimizer_state_sharding dtype reduction_method name"
+GradientAccumulationOptimizerV2 = _row(accumulating, f"opt num_mini_batches {_UPDATES}")
+GradientAccumulationOptimizer = _row(accumulating, "opt num_mini_batches verify_usage name")
 
 
-def IPUHorovodStrategy(
-    ipu_device: str = _FIRST, add_ipu_cross_replica_reductions: bool = True, variables_on_host: bool = True
-) -> _Horovod:
-    """Make a `strategies.IPUHorovodStrategy`; by default variables lie on the host, as in the original."""
-    _require_device(ipu_device)
-    _require_reductions(add_ipu_cross_replica_reductions)
-    return _Horovod(variables_on_host=variables_on_host)
+def _average_accumulated(opt: AnyOptimizer, *arguments: Tree, **named: Tree) -> EstimatorOptimizer:
+    return accumulating(CrossReplicaOptimizer(opt), *arguments, **named)
 
 
-def IPUInfeedQueue(
-    dataset: Data, device_ordinal: int | None = None, prefetch_depth: int | None = None, optimise_latency: bool = False
-) -> InfeedQueue:
-    """Make a `strategies.InfeedQueue`; as in the original, an iterable has the elements of local replicas."""
+CrossReplicaGradientAccumulationOptimizerV2 = _row(_average_accumulated, f"opt num_mini_batches {_UPDATES}")
+CrossReplicaGradientAccumulationOptimizer = _row(_average_accumulated, "opt num_mini_batches verify_usage name")
+
+
+def _infeed(dataset: Data, prefetch_depth: int | None = None) -> InfeedQueue:
+    """Make an `InfeedQueue`; as in the original, an iterable has the elements of local replicas."""
     has_own = isinstance(dataset, DistributedDataset | PerReplica)
     return InfeedQueue(dataset, prefetch_depth, None if has_own else InfeedMode.INSTANCE)
 
 
-def IPUOutfeedQueue(
-    outfeed_mode: OutfeedMode | None = None,
-    device_ordinal: int | None = None,
-    buffer_depth: int = 3,
-    optimise_latency: bool = False,
-) -> OutfeedQueue:
-    """Make a `strategies.OutfeedQueue`."""
-    return OutfeedQueue(outfeed_mode, buffer_depth)
+IPUInfeedQueue = _row(_infeed, "dataset device_ordinal prefetch_depth optimise_latency")
 
 
-def ScopedIPUOutfeedQueue(outfeed_mode: OutfeedMode | None = None, device_ordinal: int | None = None) -> OutfeedQueue:
-    """Make a `strategies.OutfeedQueue`; like the original's scoped queue, it deletes itself."""
-    return OutfeedQueue(outfeed_mode)
+def dataset_benchmark(*arguments: Tree, **named: Tree) -> list[str]:
+    """Return the result of `strategies.dataset_benchmark`, with the same arguments, as the original's list of one."""
+    return [bottleneck.dataset_benchmark(*arguments, **named)]
 
 
-def repeat(
-    n: ArrayLike,
-    body: Function,
-    inputs: Tree = None,
-    infeed_queue: InfeedQueue | None = None,
-    use_while_v1: bool = True,
-) -> Tree:
-    """Call `strategies.loops.repeat`."""
-    return loops.repeat(n, body, inputs, infeed_queue)
-
-
-def while_loop(
-    condition: Function,
-    body: Function,
-    inputs: Tree = None,
-    infeed_queue: InfeedQueue | None = None,
-    maximum_iterations: ArrayLike | None = None,
-    use_while_v1: bool = True,
-) -> Tree:
-    """Call `strategies.loops.while_loop`."""
-    return loops.while_loop(condition, body, inputs, infeed_queue, maximum_iterations)
+def infeed_benchmark(*arguments: Tree, **named: Tree) -> list[str]:
+    """Return the result of `strategies.infeed_benchmark`, with the same arguments, as the original's list of one."""
+    return [bottleneck.infeed_benchmark(*arguments, **named)]
 
 
 def replication_index(name: str | None = None) -> Scalar:

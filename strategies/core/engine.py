@@ -1,25 +1,140 @@
-"""The interface between the order of a step and the framework that computes it."""
+"""The interface between the order of a step, an evaluation or a prediction, and the framework that computes it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from strategies.core.distributions import Layers
-from strategies.core.metrics import UnreadArray
-from strategies.core.rows import Begun, EvaluationTask
+from strategies.core.metrics import Layers, UnreadArray
 from strategies.errors import SpareError, StrategyError
 from strategies.exchange.means import Bucket
 from strategies.loss_scaling import LossScale, LossScaling
-from strategies.typing import Batch, Gradients, Leaf, Tree
+from strategies.typing import Batch, Gradients, Leaf, Number, Tree
 
 if TYPE_CHECKING:
     from strategies.data.sources import Masked
-    from strategies.train_state import TrainState
+    from strategies.values import TrainState
+
+
+class EvaluationTask(ABC):
+    """The work on every batch of an evaluation or prediction. An engine prepares equal tasks once.
+
+    An engine runs the task for each replica and batch (JAX compiles it), and calls `host_results` with the result on
+    the host. An error of either ends the pass; the state is unchanged.
+
+    Attributes:
+        title: The name of the work, for messages.
+        is_exact: Whether the task gets only real rows, without padding; these come first in a batch.
+    """
+
+    title: ClassVar[str]
+    is_exact: ClassVar[bool] = False
+
+    @property
+    def code(self) -> Callable[..., Tree]:
+        """The function whose code decides the results: the user's, in a field `function`, or the task itself."""
+        function: Callable[..., Tree] = getattr(self, "function", self)
+        return function
+
+    @abstractmethod
+    def __call__(self, *arguments: Tree, **named: Tree) -> Tree:
+        """Compute the results of a replica for its rows.
+
+        Args:
+            arguments: With JAX, traced: `variables, batch, mask, key`, and the model state if there is one. With
+                PyTorch: `module, batch`.
+            named: Not used.
+        """
+
+    @abstractmethod
+    def host_results(self, computed: Tree, mask: np.ndarray) -> Tree:
+        """Return this replica's results for the other instances, as a pytree of host arrays.
+
+        The arrays have the same structure, shapes and dtypes on all replicas.
+
+        Args:
+            computed: The result of `__call__`, on the host.
+            mask: Bool `[rows]`, False for padding.
+        """
+
+    def sums_of_weights(self, merged: Mapping[str, Tree]) -> Sequence[Number]:
+        """Return sums of the weights of all rows, NaN if one is bad; empty if the task knows no weights.
+
+        Args:
+            merged: Metrics by name, merged over all rows.
+        """
+        return ()
+
+
+@dataclass(frozen=True)
+class RowResults:
+    """The results of one replica for its rows of a batch.
+
+    Attributes:
+        leaves: The arrays of the results, on the host.
+        build: Function that makes the tree of the results from its leaves.
+        mask: Bool `[rows]`, False for padding.
+    """
+
+    leaves: Sequence[np.ndarray]
+    build: Callable[[Sequence[np.ndarray]], Tree]
+    mask: np.ndarray
+
+    @property
+    def tree(self) -> Tree:
+        """The results, as `EvaluationTask.host_results` returned them."""
+        return self.build(self.leaves)
+
+
+Results: TypeAlias = Sequence[RowResults]
+"""The results of several replicas for a batch, in the order of the replicas."""
+
+
+@dataclass(frozen=True)
+class PendingBatch:
+    """A batch that is being computed.
+
+    Attributes:
+        wait: Returns the results of the local replicas, or raises the error of one, after all replicas have stopped.
+        ahead: Number of further batches that may begin before `wait` of this batch is called.
+    """
+
+    wait: Callable[[], Results]
+    ahead: int = 0
+
+
+def padded(rows: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Return the real rows, which come first, followed by zeros for padding.
+
+    Args:
+        rows: Array `[at least the number of real rows, ...]`.
+        mask: Bool, False for padding.
+    """
+    whole, count = np.zeros((len(mask), *rows.shape[1:]), rows.dtype), int(mask.sum())
+    whole[:count] = rows[:count]
+    return whole
+
+
+def in_order(results: Results, is_interleaved: bool) -> Tree:
+    """Return the results of all replicas for real rows, in the order of the data set.
+
+    Args:
+        results: The results for a batch, one for each row.
+        is_interleaved: Whether rows come in rounds of one row per replica; see `EveryRow`.
+    """
+
+    def ordered(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        whole = np.stack(arrays, axis=1 if is_interleaved else 0)
+        return whole.reshape(-1, *arrays[0].shape[1:])
+
+    counts = ordered([one.mask for one in results])
+    of_leaves = zip(*(one.leaves for one in results), strict=True)
+    return results[0].build([ordered(arrays)[counts] for arrays in of_leaves])
+
 
 Buffers: TypeAlias = Sequence[Sequence[Leaf]]
 """For each buffer of a bucket, the buffers of the local replicas in their order.
@@ -44,15 +159,16 @@ class Exchange(Protocol):
     """The exchange of gradients between instances: by messages, in shared memory, or by a compiled program.
 
     The loop calls `reduce` once for each bucket of a step, in the order of the buckets, the same on all instances.
-    Then it calls `Engine.arrived`. An error of either ends the step, and the state is unchanged.
+    Then it calls `Engine.finish_exchange`. An error of either ends the step, and the state is unchanged.
     """
 
     def reduce(self, bucket: Bucket, contributions: Buffers) -> None:
-        """Begin to compute the means of a bucket over all replicas. Collective. `Engine.arrived` returns them.
+        """Begin to compute the means of a bucket over all replicas. Collective. `Engine.finish_exchange` returns them.
 
         Args:
             bucket: The bucket of gradients.
-            contributions: The buffers of the local replicas, which no caller changes before `Engine.arrived` returns.
+            contributions: The buffers of the local replicas, which no caller changes before `Engine.finish_exchange`
+                returns.
         """
 
 
@@ -73,7 +189,7 @@ class PendingStep(Protocol):
 
 
 @dataclass(frozen=True)
-class Arrived:
+class ExchangeResult:
     """The results of an exchange.
 
     Attributes:
@@ -103,8 +219,9 @@ Pending = TypeVar("Pending", bound=PendingStep)
 class Engine(ABC, Generic[State, Pending]):
     """A framework that computes steps and owns the state. `StepLoop` knows the order of its calls.
 
-    For each step the loop calls `begin`, reads `PendingStep.buckets` to the end, and calls `arrived` and `update`. If
-    steps are recorded, it calls `snapshot` before and after `update`. It calls the other methods between steps.
+    For each step the loop calls `begin`, reads `PendingStep.buckets` to the end, and calls `finish_exchange` and
+    `update`. If steps are recorded, it calls `snapshot` before and after `update`. It calls the other methods between
+    steps.
 
     A step either replaces the state, as with JAX's pytrees, or changes it in place, as with PyTorch's modules. In the
     second case `update`, `share` and `restore` return the object that they were given. An engine follows the replicas
@@ -133,7 +250,7 @@ class Engine(ABC, Generic[State, Pending]):
         """
 
     @abstractmethod
-    def arrived(self, pending: Pending) -> Arrived:
+    def finish_exchange(self, pending: Pending) -> ExchangeResult:
         """Return the results of the exchange of all buckets. May be collective.
 
         Raises:
@@ -151,7 +268,7 @@ class Engine(ABC, Generic[State, Pending]):
         """
 
     @abstractmethod
-    def tell(self, task: EvaluationTask, state: State, batch: Masked) -> Begun:
+    def begin_task(self, task: EvaluationTask, state: State, batch: Masked) -> PendingBatch:
         """Begin to compute the results of a task for the rows of each local replica, without waiting for them.
 
         Collective if the task, or batches of these shapes, are new. The state stays as it is. After an error the engine
@@ -164,7 +281,7 @@ class Engine(ABC, Generic[State, Pending]):
 
         Raises:
             DisagreementError: On all instances, if they would not compute the same.
-            ValueError: Here or from `Begun.wait`, if the state was used up, or the batch is for other replicas.
+            ValueError: Here or from `PendingBatch.wait`, if the state was used up, or the batch is for other replicas.
         """
 
     @abstractmethod
@@ -211,13 +328,13 @@ class Engine(ABC, Generic[State, Pending]):
 
     # ---- for sinks of metrics; an engine without these methods works without norms, histograms and learning rates
 
-    def layers(self, state: State, pending: Pending, arrived: Arrived) -> Layers:
+    def layers(self, state: State, pending: Pending, result: ExchangeResult) -> Layers:
         """Return the trained variables of a step and their mean gradients, before `update`.
 
         Args:
             state: The state before the step.
             pending: The step, whose exchange has arrived.
-            arrived: The results of the exchange.
+            result: The results of the exchange.
         """
         raise StrategyError(f"{type(self).__name__} does not show its layers; ask for no norms and no histograms")
 
@@ -235,7 +352,7 @@ class Engine(ABC, Generic[State, Pending]):
 
     # ---- spares; an engine without these methods works in jobs without spares
 
-    def unread(self, state: State, step: int, wait: Callable[[], None]) -> State:
+    def placeholder_state(self, state: State, step: int, wait: Callable[[], None]) -> State:
         """Return the state of a step on a spare, without values.
 
         Args:
@@ -249,8 +366,8 @@ class Engine(ABC, Generic[State, Pending]):
         """Return a state with the values that this instance has got when it became active; otherwise the state."""
         return state
 
-    def resolve(self, state: State, values: State) -> None:
-        """Give a state that `unread` has returned the values of another one."""
+    def fill(self, state: State, values: State) -> None:
+        """Fill a state that `placeholder_state` has returned with the values of `values`."""
 
     def hand_over(self, state: State, root: int, joins: bool) -> State:
         """Return the state of rank `root` on instances that join, and the own state on others. Collective.

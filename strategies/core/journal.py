@@ -1,4 +1,6 @@
-"""The journal of a job with spares: the results of operations, and their replay on a spare.
+"""The journal of a job with spares: the results of operations, their bytes, and their replay on a spare.
+
+Entries come from other processes. Reading one runs no code of the sender, and takes memory in proportion to its size.
 
 An operation is work that all active instances do together, such as a step or an evaluation. On a spare it does nothing
 but return the result of the others. So the program of a spare, with its counters and decisions, comes to the place
@@ -7,16 +9,181 @@ where the others are. If the spare becomes active, it takes part in the operatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
+import ml_dtypes
+import numpy as np
+
 from collectives import PeerLostError
-from strategies.core.entries import Entry, Nodes
+from collectives.arrays import MOVABLE
+from collectives.calls import MOST_OF_PEERS, foreign
+from popdist.standby import joined, separated
 from strategies.errors import SpareError
 from strategies.typing import Tree
+
+DEEPEST = 64
+"""The most levels of lists, dictionaries and other nodes in a value."""
+
+_NARROW = [kind for kind in vars(ml_dtypes).values() if isinstance(kind, type) and issubclass(kind, np.generic)]
+_NAMES = {dtype: dtype.name for dtype in map(np.dtype, (*MOVABLE, np.complex64, np.complex128, *_NARROW))}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_WRITE = json.JSONEncoder(check_circular=False, allow_nan=False, separators=(",", ":")).encode
+_FLOAT = struct.Struct(">d")
+
+
+class Nodes(Protocol):
+    """The values of other classes, such as nodes of pytrees, which travel as a name and parts."""
+
+    def to_parts(self, value: Tree) -> tuple[str, Sequence[Tree]] | None:
+        """Return a name for the class of a value, and its parts; None if the value cannot be taken apart."""
+
+    def from_parts(self, name: str, parts: Sequence[Tree]) -> Tree:
+        """Return the value with the name and parts of `to_parts`. Both come from another process.
+
+        Raises:
+            ValueError: There is no such class, or the parts do not fit it.
+        """
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of the journal.
+
+    Attributes:
+        kind: The kind of the operation.
+        done: `InstanceProgress.done` after it.
+        passes: `InstanceProgress.passes` after it.
+        value: The result: None, a bool, a number, a text, an array or a scalar of NumPy, or a list, a tuple, a
+            dictionary or a node of these.
+        obstacle: The reason why the operation cannot be replayed, or "".
+    """
+
+    kind: str
+    done: int
+    passes: int
+    value: Tree = None
+    obstacle: str = ""
+
+    def encode(self, nodes: Nodes) -> bytes:
+        """Encode the entry.
+
+        Raises:
+            TypeError: The value has a part of another class.
+            ValueError: An integer has too many digits.
+        """
+        arrays: list[bytes] = []
+        head = [self.kind, self.done, self.passes, self.obstacle, _described(self.value, arrays, nodes, 0)]
+        return joined([_WRITE(head).encode(), *arrays])
+
+    @classmethod
+    def decode(cls, data: bytes, nodes: Nodes) -> Entry:
+        """Decode an entry that another process has sent. Arrays, numbers and classes are those that were encoded.
+
+        Raises:
+            SpareError: The entry is damaged.
+        """
+        try:
+            return _decoded(memoryview(data), nodes)
+        except (ValueError, TypeError, RecursionError, struct.error) as error:
+            raise SpareError(
+                f"an entry of the journal is damaged: {foreign(str(error), MOST_OF_PEERS)}. The job goes on without "
+                "this spare; give all instances the same versions of their packages, and check the network"
+            ) from error
+
+
+# ---- writing
+
+
+def _described(value: Tree, arrays: list[bytes], nodes: Nodes, depth: int) -> object:
+    """Return a description of a value for JSON, and append the bytes of its arrays."""
+    kind = type(value)
+    if value is None or kind is str or kind is int or kind is bool:
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else ["float", _FLOAT.pack(value).hex()]
+    if kind is np.ndarray or isinstance(value, np.generic):
+        if value.dtype not in _NAMES:
+            raise TypeError(f"an array of {value.dtype} cannot be sent; use an array of numbers")
+        is_turned = value.flags.fnc  # sums over it have the bits of its order in memory
+        arrays.append(value.tobytes("F" if is_turned else "C"))
+        return ["array" if kind is np.ndarray else "scalar", _NAMES[value.dtype], list(value.shape), is_turned]
+    if depth == DEEPEST:
+        raise TypeError(f"it has more than {DEEPEST} levels (DEEPEST)")
+    head: list[str]
+    parts: Sequence[Tree]
+    if kind is dict:
+        head, parts = ["dict"], [part for item in value.items() for part in item]
+    elif kind is tuple or kind is list:
+        head, parts = [kind.__name__], value
+    elif (found := nodes.to_parts(value)) is not None:
+        head, parts = ["node", found[0]], found[1]
+    else:
+        raise TypeError(
+            f"a value of {kind.__module__}.{kind.__qualname__} cannot be sent; use numbers, arrays, or a node of "
+            "pytrees whose class has a name in its module"
+        )
+    return [*head, *[_described(part, arrays, nodes, depth + 1) for part in parts]]
+
+
+# ---- reading
+
+
+def _decoded(data: memoryview, nodes: Nodes) -> Entry:
+    head, *arrays = separated(data)
+    remaining = iter(arrays)
+    match json.loads(head.tobytes()):
+        case [str(kind), int(done), int(passes), str(obstacle), described]:
+            value = _value_of(described, remaining, nodes, 0)
+        case _:
+            raise ValueError("its description is not [kind, done, passes, obstacle, value]")
+    if next(remaining, None) is not None:
+        raise ValueError("it has more arrays than its description")
+    return Entry(kind, done, passes, value, foreign(obstacle, MOST_OF_PEERS))
+
+
+def _value_of(described: object, arrays: Iterator[memoryview], nodes: Nodes, depth: int) -> Tree:
+    if described is None or isinstance(described, str | int | float):  # True and False are integers
+        return described
+    if depth > DEEPEST:
+        raise ValueError(f"its value has more than {DEEPEST} levels (DEEPEST)")
+    match described:
+        case ["float", str(bits)]:
+            return _FLOAT.unpack(bytes.fromhex(bits))[0]
+        case ["array" | "scalar" as tag, str(dtype), list(shape), bool(is_turned)]:
+            array = _array_of(dtype, shape, is_turned, next(arrays, memoryview(b"")))
+            return array if tag == "array" else array[()]
+        case ["node", str(name), *parts]:
+            return nodes.from_parts(name, [_value_of(part, arrays, nodes, depth + 1) for part in parts])
+        case ["list" | "tuple" | "dict" as tag, *parts]:
+            values = [_value_of(part, arrays, nodes, depth + 1) for part in parts]
+            if tag == "dict":
+                return dict(zip(values[::2], values[1::2], strict=True))
+            return values if tag == "list" else tuple(values)
+        case [str(tag), *_]:
+            raise ValueError(f"its value has a part of the unknown form {tag!r}")
+    raise ValueError(f"its value has a part without a form, a {type(described).__name__}")
+
+
+def _array_of(name: str, shape: Sequence[int], is_turned: bool, data: memoryview) -> np.ndarray:
+    """Return a new array of these bytes; its size is checked before it is allocated."""
+    if name not in _DTYPES:
+        raise ValueError(f"an array has the dtype {name!r}, which no entry has")
+    if not all(type(length) is int and length >= 0 for length in shape):
+        raise ValueError(f"an array has the shape {shape!r}, which is not of lengths")
+    dtype = _DTYPES[name]
+    if math.prod(shape) * dtype.itemsize != data.nbytes:
+        raise ValueError(f"an array of {dtype}{list(shape)} has {data.nbytes} bytes")
+    return np.ndarray(shape, dtype, data, order="F" if is_turned else "C").copy("K")
+
+
+# ---- the journal
 
 T = TypeVar("T")
 
@@ -68,15 +235,16 @@ class InstanceProgress:
 
 
 class JournalMember(Protocol):
-    """The part of an instance in the journal: an active one adds to it, and a spare reads it."""
+    """The part of an instance in the journal: an active one adds to it, and a spare reads it.
 
-    @property
+    The module `popdist.spares` is the part of this process in its job.
+    """
+
     def is_spare(self) -> bool:
-        """Whether this instance waits to take the place of a lost one, and takes no part in the training yet."""
+        """Return whether this instance waits to take the place of a lost one, and takes no part in the training yet."""
 
-    @property
     def keeps_journal(self) -> bool:
-        """Whether other instances may join later, so that the results of all operations are kept for them."""
+        """Return whether other instances may join later, so that the results of all operations are kept for them."""
 
     def may_change(self, is_so: bool, was_so: bool = False) -> None:
         """Note whether this instance is in an operation that can be repeated, so that the members may change in it.
@@ -114,8 +282,13 @@ class JournalMember(Protocol):
 class NoJournal(JournalMember):
     """The part of an instance in a job whose instances stay the same, or of which some are lost."""
 
-    is_spare = False
-    keeps_journal = False
+    def is_spare(self) -> bool:
+        """Return False."""
+        return False
+
+    def keeps_journal(self) -> bool:
+        """Return False."""
+        return False
 
     def may_change(self, is_so: bool, was_so: bool = False) -> None:
         """Do nothing."""
@@ -131,12 +304,12 @@ class NoJournal(JournalMember):
         raise AssertionError("an instance that is no spare reads no journal")
 
 
-class StateCarrier(Protocol):
-    """The holder of a state that joining instances get; `Carrier` is the implementation."""
+class TransferableState(Protocol):
+    """A state that joining instances get; `StateTransfer` is the implementation."""
 
     @property
     def facts(self) -> tuple[Mapping[str, object], Mapping[str, object]]:
-        """The facts that a joining instance must share, and others that it must share if both have them."""
+        """Facts to compare with a joining instance: required ones, and ones compared only if both know them."""
 
     @property
     def obstacle(self) -> str:
@@ -169,10 +342,6 @@ class Recorded(Generic[T]):
     kind: str
     pack: Callable[[T], Callable[[], object]]
     unpack: Callable[[Tree], T]
-
-
-def _nothing() -> object:
-    return None
 
 
 def _encode(nodes: Nodes, kind: str, done: int, passes: int, read: Callable[[], object], obstacle: str) -> bytes:
@@ -213,13 +382,13 @@ class Journal:
         is_kept: Whether operations are recorded or replayed at all.
         is_joining: Whether this instance has been a spare, and still lacks the state of the others.
         has_joined: Whether this instance was a spare, so that it may hold placeholders with values.
-        carriers: The holders of states that joining instances get, in the order of their construction.
+        transfers: The holders of states that joining instances get, in the order of their construction.
     """
 
     def __init__(self, member: JournalMember, progress: InstanceProgress, nodes: Nodes) -> None:
-        self.is_kept = member.keeps_journal or member.is_spare
+        self.is_kept = member.keeps_journal() or member.is_spare()
         self.is_joining = self.has_joined = False
-        self.carriers: list[StateCarrier] = []
+        self.transfers: list[TransferableState] = []
         self._member = member
         self._progress = progress
         self._nodes = nodes
@@ -230,7 +399,7 @@ class Journal:
     @property
     def replays(self) -> bool:
         """Whether an operation that begins now is replayed: this instance is a spare, and in no other operation."""
-        return self.is_kept and self._member.is_spare and not self._is_inside
+        return self.is_kept and self._member.is_spare() and not self._is_inside
 
     # ---- operations
 
@@ -251,7 +420,7 @@ class Journal:
         if self._is_inside or not self.is_kept:
             return body()
         while True:
-            if self._member.is_spare:
+            if self._member.is_spare():
                 entry = self._replayed(recorded.kind)
                 if entry is not None:
                     return _unpacked(recorded, entry)
@@ -277,7 +446,7 @@ class Journal:
             self.record(recorded.kind, recorded.pack(done))
             return done
 
-    def refuse(self, kind: str) -> None:
+    def begin_unrepeatable(self, kind: str) -> None:
         """Begin an operation that cannot be replayed. On a spare, wait for the end of the job.
 
         Raises:
@@ -301,7 +470,7 @@ class Journal:
 
     # ---- on an active instance
 
-    def record(self, kind: str, read: Callable[[], object] = _nothing, obstacle: str = "") -> None:
+    def record(self, kind: str, read: Callable[[], object] = lambda: None, obstacle: str = "") -> None:
         """Add the result of an operation to the journal.
 
         Args:
@@ -321,22 +490,22 @@ class Journal:
             self._member.publish(held)
 
     def takes_values(self) -> None:
-        """Note that this instance has got the states of the others, so that it takes part in the operation."""
+        """Mark this instance as active: it has received the states, and takes part in the operation."""
         if self.is_joining:
             self.is_joining = False
             self._member.takes_values()
 
     def replaced(self, state: object, new: object) -> None:
         """Note that the program goes on with another state, such as one from a checkpoint."""
-        for carrier in self.carriers:
-            if carrier.holds(state):
-                carrier.note(new)
+        for transfer in self.transfers:
+            if transfer.holds(state):
+                transfer.note(new)
 
     # ---- on a spare
 
     def _replayed(self, kind: str) -> Entry | None:
         """Return the next entry; None if this instance is active, or becomes active now."""
-        if not self._member.is_spare or self.is_joining:
+        if not self._member.is_spare() or self.is_joining:
             return None
         entry = self._read()
         if entry is None:

@@ -1,10 +1,15 @@
-"""The options of a training step that all engines have."""
+"""The options of a training step that all engines have, and weighted means.
+
+Replica i contributes `w_i * g_i` for its gradients, `w_i * m_i` for its metrics and `w_i` itself. The exchange makes
+the means of all three in the order of the tree, and the quotient of two means is `sum(w_i g_i) / sum(w_i)`.
+"""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cached_property
 from typing import Protocol, TypeAlias, TypedDict, TypeVar
@@ -12,12 +17,107 @@ from typing import Protocol, TypeAlias, TypedDict, TypeVar
 import numpy as np
 
 from popdist.switches import require_switches, require_switches_or_none
-from strategies.argument_checks import at_least, positive
-from strategies.core.weights import ERROR, checked_zero_weight
+from strategies.argument_checks import at_least, positive, wrong_type
 from strategies.defaults import Defaults
-from strategies.exchange.transfer import GradientTransfer
+from strategies.errors import WeightError, ZeroWeightError
+from strategies.exchange.flat import GradientTransfer
 from strategies.loss_scaling import LossScaling
-from strategies.typing import MapGradient
+from strategies.typing import MapGradient, Number
+
+# ---- weights
+
+ERROR, SKIP = "error", "skip"
+"""The values of the option `zero_weight`."""
+
+
+def travelling(weight: float) -> np.float32:
+    """Return the weight as it travels: NaN for a negative weight, so that no sum of weights hides it."""
+    with np.errstate(over="ignore"):
+        number = np.float32(weight)
+    return number if number >= 0 and np.isfinite(number) else np.float32(np.nan)
+
+
+def is_weighted(
+    weight: float,
+    step: int,
+    zero_weight: str,
+    of_replicas: Callable[[], Sequence[float]] | None = None,
+    needs_finite: bool = False,
+    least: float = 0.0,
+) -> bool:
+    """Return whether a step may be applied; False if all weights are zero, and the step is to be skipped.
+
+    The arguments are the same on all instances, so all of them raise, or none does.
+
+    Args:
+        weight: Mean weight of all replicas and micro-batches, after `travelling`.
+        step: Number of steps so far.
+        zero_weight: Option `zero_weight`.
+        of_replicas: Returns the weights of all replicas, for the message. May be collective.
+        needs_finite: Whether the weight of a loss is also NaN if it was 0 and the loss is not finite.
+        least: The least mean weight with which the engine computes right products.
+
+    Raises:
+        WeightError: If a weight is negative or not finite, or the mean is too large or too small.
+        ZeroWeightError: If all weights are zero, and `zero_weight` is "error".
+    """
+    if math.isinf(weight):
+        largest = [] if of_replicas is None else of_replicas()
+        where = f", the largest is {max(largest):.3g} on replica {np.argmax(largest)}" if largest else ""
+        raise WeightError(
+            f"the sum of the weights of losses overflows float32 at step {step}{where}; the step was not applied: "
+            "divide all weights by one number"
+        )
+    if math.isnan(weight):
+        bad = None if of_replicas is None else [n for n, one in enumerate(of_replicas()) if not math.isfinite(one)]
+        where = "" if bad is None else f" on the replicas {bad}"
+        also, divide = "", ""
+        if needs_finite:
+            also = ", or it is 0 and the loss is not finite, as a mean over no tokens is,"
+            divide = ", and in a pipeline or with collectives divide a sum by jnp.maximum(tokens, 1)"
+        raise WeightError(
+            f"the weight of a loss is negative or not finite{also} at step {step}{where}; the step was not applied: "
+            f"return a weight that is finite and at least 0, such as the number of tokens{divide}"
+        )
+    if weight and weight < least:
+        raise WeightError(
+            f"the mean weight of the losses is below {least:.3g} at step {step}, and XLA takes products below 2**-126 "
+            "for 0; the step was not applied: multiply all weights by one number"
+        )
+    if weight == 0 and zero_weight == ERROR:
+        raise ZeroWeightError(
+            f"all replicas and micro-batches have weight 0 at step {step}, so there is no mean; the step was not "
+            "applied: leave such batches out, or use zero_weight='skip'"
+        )
+    return weight != 0
+
+
+def check_weights_of_rows(sums: Iterable[Number]) -> None:
+    """Check the weights of an evaluation's rows.
+
+    Args:
+        sums: Sums of the weights of all rows, after `travelling`.
+
+    Raises:
+        WeightError: If a weight is negative or not finite.
+    """
+    if not all(math.isfinite(each) for each in sums):
+        raise WeightError(
+            "the weight of a row is negative or not finite in an evaluation; return a weight that is finite and at "
+            "least 0, such as the number of tokens"
+        )
+
+
+def weighted_means(means: np.ndarray, weight: float) -> np.ndarray:
+    """Return weighted means, float32; NaN if the weight is 0.
+
+    Args:
+        means: Means of values that were multiplied by their weights, float32.
+        weight: Mean weight.
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found: np.ndarray = np.divide(means, np.float32(weight), dtype=np.float32)
+    return found
 
 
 class DtypeOfFramework(Protocol):
@@ -88,7 +188,7 @@ class CommonOptions(ABC):
             or for such a mean loss.
         digest_every: Number of steps between comparisons of the state's bits between instances; 0 for none. A
             difference raises `DivergenceError`. Under `poprun --on-failure shrink` the majority's state replaces a
-            differing one instead. Parts that only one instance has (sharded optimizer state, residuals) are not
+            differing one instead. Parts that only one instance has (sharded optimizer state) are not
             compared.
         gradient_accumulation_count: Micro-batches of each replica for one update. A replica's rows of the batch are
             its micro-batches one after another (`distribute_dataset(gradient_accumulation_count=...)`). Instances
@@ -112,8 +212,7 @@ class CommonOptions(ABC):
             any replica, the step changes only the scale, on all replicas. Metrics then have "loss_scale" and
             "skipped_steps".
         gradient_transfer_dtype: Dtype in which gradients travel. float16 and bfloat16 have half the bytes of float32;
-            they are added in float32, in the order of the tree. int8 has a quarter of the bytes, with error feedback;
-            see `strategies.exchange.transfer`.
+            they are added in float32, in the order of the tree.
         zero_weight: The end of a step whose losses all have the weight 0. "error": it raises `ZeroWeightError`. "skip":
             it changes no variable, and its metrics are NaN; with loss scaling "skipped_steps" counts it, and the scale
             stays.
@@ -147,7 +246,10 @@ class CommonOptions(ABC):
                 f"map_gradient is {self.map_gradient!r}, a {type(self.map_gradient).__name__}; use a function "
                 "(gradient, variable) -> gradient, or None"
             )
-        checked_zero_weight(self.zero_weight)
+        if not isinstance(self.zero_weight, str):
+            raise wrong_type("zero_weight", self.zero_weight, "use 'error' or 'skip'")
+        if self.zero_weight not in (ERROR, SKIP):
+            raise ValueError(f"zero_weight is {self.zero_weight!r}; use 'error' or 'skip'")
         _ = self.method, self.scaling, self.transfer  # each raises if its option is out of range
         if self.check_numerics and self.scaling is not None:
             raise ValueError("check_numerics raises for the gradients that loss_scaling expects; use one of them")
@@ -173,27 +275,22 @@ class CommonOptions(ABC):
         return bool(self.replicated_optimizer_state_sharding)
 
     @property
-    def own_part(self) -> str | None:
-        """The part of the state that differs between instances, in words; None if all have the same state."""
-        if self.shards_state:
-            return "sharded optimizer state"
-        return "residuals of int8 gradients" if self.transfer.is_quantised else None
+    def unrecoverable_part(self) -> str | None:
+        """Name of the part of the state that differs between instances; None if all are the same."""
+        return "sharded optimizer state" if self.shards_state else None
 
     @property
     def terms(self) -> Mapping[str, object]:
         """The options as values to compare; all instances must have the same."""
+        common = {field.name: getattr(self, field.name) for field in fields(CommonOptions)}
+        del common["map_gradient"]  # its program is compared
         return {
-            "seed": self.seed,
-            "check_numerics": self.check_numerics,
-            "digest_every": self.digest_every,
-            "gradient_accumulation_count": self.gradient_accumulation_count,
+            **common,
             "reduction_method": self.method.name,
             "replicated_optimizer_state_sharding": self.shards_state,
-            "min_elements_for_sharding": self.min_elements_for_sharding,
             "compute_dtype": name_of_dtype(self.compute_dtype),
             "loss_scaling": self.scaling,
             "gradient_transfer_dtype": self.transfer.dtype,
-            "zero_weight": self.zero_weight,
             **self.own_terms,
         }
 

@@ -15,28 +15,33 @@ import numpy as np
 from collectives import Communicator, PeerLostError
 from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE, Instruments
 from popdist.records.recording import OBSTACLE_TO_JOINS, note_obstacle
-from strategies.core.agreement import broadcast_text
-from strategies.core.carrier import Carrier
-from strategies.core.digest import majority_of
-from strategies.core.distributions import LayerLook, look
+from strategies.core.agreement import Members, broadcast_text, majority_of
 from strategies.core.engine import Engine, Pending, State
 from strategies.core.journal import JoinsNowError, Recorded
-from strategies.core.members import Members
-from strategies.core.metrics import Beside, Metrics, StepNotice, UnreadArray, metrics_of, tell_end
-from strategies.core.survival import LOSSES, meet, repeated, together, warn_of_loss
+from strategies.core.metrics import (
+    LayerStatistics,
+    Metrics,
+    StepExtras,
+    StepNotice,
+    UnreadArray,
+    layer_statistics,
+    metrics_of,
+    report_step,
+)
+from strategies.core.survival import LOSSES, StateTransfer, collectively, meet, repeated, warn_of_loss
 from strategies.errors import NonFiniteGradientError, SpareError, UnappliedStepError, WeightError, ZeroWeightError
 from strategies.loss_scaling import LossScaling
 from strategies.typing import Batch, Gradients, Tree
 
 if TYPE_CHECKING:
-    from strategies.train_state import TrainState
+    from strategies.values import TrainState
 
 
 _Done: TypeAlias = tuple[State, Metrics] | UnappliedStepError
 _UNAPPLIED: Mapping[str, type[UnappliedStepError]] = {
     kind.__name__: kind for kind in (NonFiniteGradientError, WeightError, ZeroWeightError)
 }
-_TOLD = "the metrics of the last step"
+_SHARED_STEP = "the metrics of the last step"
 
 
 class StepWatcher(Protocol):
@@ -71,14 +76,14 @@ class StepRules(Generic[State]):
     Attributes:
         digest_every: Number of steps between comparisons of the state's bits between instances; 0 for none.
         checks_numerics: Whether a mean loss that is not finite is an error.
-        own_part: The part of the state that no other instance has, in words; None without one.
+        unrecoverable_part: Name of the part of the state that is lost with an instance, for messages; None without one.
         flipped: Returns the state with one bit changed, to inject a fault.
         rows_of: Returns the number of rows of all local replicas in a batch.
     """
 
     digest_every: int
     checks_numerics: bool
-    own_part: str | None
+    unrecoverable_part: str | None
     flipped: Callable[[State], State]
     rows_of: Callable[[Batch], int]
 
@@ -146,7 +151,7 @@ class StepLoop(Generic[State, Pending]):
         notice: The notice that travels with the gradients of every step.
         metrics: The metrics of the last step; None before the first step.
         scaling: The rule of loss scaling.
-        carrier: The holder of the latest state, for instances that join.
+        transfer: The transfer of the latest state to instances that join.
     """
 
     def __init__(
@@ -166,13 +171,13 @@ class StepLoop(Generic[State, Pending]):
         self._watcher = watcher
         self._last_surroundings: _Surroundings | None = None
         self._latest: State | None = None  # kept if the job can go on after a loss
-        if rules.own_part and engine.has_copies():
+        if rules.unrecoverable_part and engine.has_copies():
             members.done_so_far.at_change.append(self._fit_latest)
-        self.carrier = Carrier(members, engine, rules.own_part)
+        self.transfer = StateTransfer(members, engine, rules.unrecoverable_part)
         self._rehearsal: State | None = None  # a spare's first state with values, for its rehearsal
         self._recorded = Recorded("step", self._packed, self._replayed) if members.journal.is_kept else None
         self._before: State | None = None  # the state with which the last step has begun
-        self._seen: LayerLook | None = None  # the last look at weights and gradients
+        self._seen: LayerStatistics | None = None  # of the last step in which they were due
 
     # ---- one step
 
@@ -184,21 +189,26 @@ class StepLoop(Generic[State, Pending]):
         for bucket, contributions in instruments.each(FORWARD_BACKWARD, pending.buckets):
             with instruments.during[EXCHANGE]:
                 pending.exchange.reduce(bucket, contributions)
-        arrived = self._engine.arrived(pending)
-        self.notice.agree(arrived.notice)
-        if self._rules.checks_numerics and arrived.is_weighted and arrived.names:
-            _refuse_not_finite(float(np.asarray(arrived.tail)[0]), state.step)
+        result = self._engine.finish_exchange(pending)
+        self.notice.agree(result.notice)
+        if self._rules.checks_numerics and result.is_weighted and result.names:
+            loss = float(np.asarray(result.tail)[0])
+            if not math.isfinite(loss):  # its gradients may be finite: those of a constant that is NaN are 0
+                raise NonFiniteGradientError(
+                    f"the mean loss over all replicas is {loss} at step {state.step}, but its gradients are finite; "
+                    "the step was not applied: look for rows or operations that make the loss NaN or infinite"
+                )
         scale = state.loss_scale
         if self.scaling is not None and scale is not None:
-            scale = arrived.scale_after(self.scaling, scale, arrived.is_finite) if arrived.is_weighted else scale.kept()
+            scale = result.scale_after(self.scaling, scale, result.is_finite) if result.is_weighted else scale.kept()
         settings = self._members.distributions
         self._seen = None
         if settings is not None:
-            layers = partial(self._engine.layers, state, pending, arrived)
-            self._seen = look(settings, state.step, layers, self._members)
+            layers = partial(self._engine.layers, state, pending, result)
+            self._seen = layer_statistics(settings, state.step, layers, self._members)
         if watcher is not None:
-            watcher.reduced(self._engine.snapshot(state), batch, *arrived.gradients())
-        metrics = self.metrics = metrics_of(arrived.names, arrived.tail, scale)
+            watcher.reduced(self._engine.snapshot(state), batch, *result.gradients())
+        metrics = self.metrics = metrics_of(result.names, result.tail, scale)
         with instruments.during[UPDATE]:
             state = self._engine.update(pending, scale)
         if watcher is not None:
@@ -250,7 +260,7 @@ class StepLoop(Generic[State, Pending]):
             raise
         instruments = self._surroundings().instruments
         rows = partial(self._rules.rows_of, batch)
-        tell_end(members, instruments, rows, local, metrics, state.step, partial(self._beside, state))
+        report_step(members, instruments, rows, local, metrics, state.step, partial(self._extras, state))
         self._keep(state)
         can_share = can_carry_on and self._outlives_instances(state)
         members.done_so_far.complete(partial(self._share, state) if can_share else None)
@@ -274,22 +284,22 @@ class StepLoop(Generic[State, Pending]):
 
     def _outlives_instances(self, state: State) -> bool:
         """Return whether the other instances have the whole state if one is lost."""
-        return not self._rules.own_part or self._engine.has_copies(state)
+        return not self._rules.unrecoverable_part or self._engine.has_copies(state)
 
     # ---- with spares
 
     def _carried(self, state: State, batch: Batch) -> _Done[State]:
         """Make one update whose state can be handed over; return the error of a step that is not applied."""
-        carrier, journal = self.carrier, self._members.journal
-        carrier.note(state)
-        carrier.batch = batch
+        transfer, journal = self.transfer, self._members.journal
+        transfer.note(state)
+        transfer.batch = batch
         try:
-            state, metrics = self._made(state if journal.is_joining else carrier.read(state), batch)
+            state, metrics = self._made(state if journal.is_joining else transfer.read(state), batch)
         except UnappliedStepError as error:
             return error
         finally:
-            carrier.batch = None
-        carrier.note(state)
+            transfer.batch = None
+        transfer.note(state)
         return state, metrics
 
     def _packed(self, done: _Done[State]) -> Callable[[], object]:
@@ -299,21 +309,22 @@ class StepLoop(Generic[State, Pending]):
         names, means = metrics.names, metrics.means
         if isinstance(means, np.ndarray):
             means = means[: len(names)].copy()  # without the values behind them
-        return partial(_told, state.step, names, means, self.notice.is_agreed)
+        step, is_agreed = state.step, self.notice.is_agreed
+        return lambda: (step, names, np.array(means)[: len(names)], is_agreed)
 
-    def _replayed(self, told: dict[str, str] | tuple[int, tuple[str, ...], np.ndarray, bool]) -> _Done[State]:
+    def _replayed(self, received: dict[str, str] | tuple[int, tuple[str, ...], np.ndarray, bool]) -> _Done[State]:
         """Return the result of a step of the others."""
         assert self._before is not None
-        if isinstance(told, dict):
-            refusal = _Unapplied(**told)
-            self.carrier.note(self._before)
+        if isinstance(received, dict):
+            refusal = _Unapplied(**received)
+            self.transfer.note(self._before)
             self._members.done_so_far.share = partial(self._share_refusal, refusal)
             return refusal.error
-        step, names, means, is_agreed = told
+        step, names, means, is_agreed = received
         metrics = self.metrics = Metrics(names, means)
         self.notice.agree(float(is_agreed))
-        self.carrier.note(self._before)
-        state = self.carrier.unread(self._before, step)
+        self.transfer.note(self._before)
+        state = self.transfer.placeholder_state(self._before, step)
         self._members.done_so_far.share = partial(self._share, state)
         return state, metrics
 
@@ -327,13 +338,13 @@ class StepLoop(Generic[State, Pending]):
         with self._members.journal.inside(), programs.ending(), suppress(UnappliedStepError):
             self._engine.rehearse(state, self._members.real_batch(batch))
 
-    def _beside(self, state: State, steps: int = 1) -> Beside:
-        """Return what sinks get beside the metrics of steps: learning rates, and the last look at their layers."""
+    def _extras(self, state: State, steps: int = 1) -> StepExtras:
+        """Return the extra values of steps for sinks: learning rates, and statistics of layers."""
         rates, seen = self._engine.learning_rates(state, steps), self._seen
         reads = [] if rates is None else [rates]
         if seen is None or seen.step != state.step:  # nothing was due
-            return Beside(reads)
-        return Beside([*reads, seen.read], seen.distributions)
+            return StepExtras(reads)
+        return StepExtras([*reads, seen.read], seen.distributions)
 
     def _surroundings(self) -> _Surroundings:
         found = self._last_surroundings
@@ -346,16 +357,12 @@ class StepLoop(Generic[State, Pending]):
         programs, every = self._members.running_programs, self._rules.digest_every
         programs.begin()
         with programs.ending():
-            if self._rules.own_part:
+            if self._rules.unrecoverable_part:
                 state = self._engine.fitted(state)
             if every and state.step and not state.step % every:
-                state = self._compared(state)
+                root = majority_of(self._members, self._engine.digest(state), state.step)
+                state = state if root is None else self._engine.share(state, root)
             return self._one_step(surroundings.instruments, state, batch)
-
-    def _compared(self, state: State) -> State:
-        """Return the state; if this instance has other bits than the majority, return the majority's state."""
-        root = majority_of(self._members, self._engine.digest(state), state.step)
-        return state if root is None else self._engine.share(state, root)
 
     # ---- together with the others
 
@@ -370,32 +377,32 @@ class StepLoop(Generic[State, Pending]):
         Args:
             begun: Function that returns the first state. Collective.
             local: Function that returns a state with arrays of the same shapes, for an instance that is late.
-            share: Function that returns the first state of a rank on all instances, as in `together`. Collective. None
-                if instances have no parts of their own in it.
+            share: Function that returns the first state of a rank on all instances, as in `collectively`. Collective.
+                None if instances have no parts of their own in it.
         """
 
         def replayed(step: int) -> State:
             state = self._rehearsal = local()
-            return self.carrier.unread(state, step)
+            return self.transfer.placeholder_state(state, step)
 
         recorded = Recorded[State]("start of a training", lambda state: partial(int, state.step), replayed)
-        self.carrier.first = local
-        if self._rules.own_part and self._engine.can_keep_copies:
-            note_obstacle(self.carrier.obstacle, OBSTACLE_TO_JOINS)
-        elif self._rules.own_part:
-            warn_of_loss(self._members, self.carrier.obstacle)
-        if self._rules.own_part and not self._engine.has_copies():
+        self.transfer.first = local
+        if self._rules.unrecoverable_part and self._engine.can_keep_copies:
+            note_obstacle(self.transfer.obstacle, OBSTACLE_TO_JOINS)
+        elif self._rules.unrecoverable_part:
+            warn_of_loss(self._members, self.transfer.obstacle)
+        if self._rules.unrecoverable_part and not self._engine.has_copies():
             state = self._members.journal.perform(recorded, begun, survives=False)
         else:
-            state = together(self._members, begun, share or self._share, local, recorded)
-        self.carrier.note(state)
-        self.carrier.first = None
+            state = collectively(self._members, begun, share or self._share, local, recorded)
+        self.transfer.note(state)
+        self.transfer.first = None
         self._keep(state)
         return state
 
     def _keep(self, state: State) -> None:
-        """Keep a state that has parts of its own, so that they can be cut anew after a change of the instances."""
-        self._latest = state if self._rules.own_part and self._engine.has_copies(state) else None
+        """Keep a sharded state, so that it can be sharded again when the instances change."""
+        self._latest = state if self._rules.unrecoverable_part and self._engine.has_copies(state) else None
 
     def _repeated(self, loss: BaseException, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Repeat a step after a loss, on the batch of the replicas that this instance drives since then.
@@ -407,7 +414,7 @@ class StepLoop(Generic[State, Pending]):
         def catch_up() -> tuple[State, Metrics] | None:
             nonlocal state, batch, refusal
             meeting = meet(self._members)
-            state = self.carrier.read(state)
+            state = self.transfer.read(state)
             if not meeting.is_late and not meeting.is_past:
                 batch = self._members.replicas_batch(batch)
                 return None
@@ -435,23 +442,23 @@ class StepLoop(Generic[State, Pending]):
         Raises:
             UnappliedStepError: The step of that rank has raised it.
         """
-        own, state = self.metrics, self.carrier.read(state)
-        seen = None if self._seen is None else self._seen.told
+        own, state = self.metrics, self.transfer.read(state)
+        seen = None if self._seen is None else self._seen.as_json
         numbers = None if own is None else np.asarray(own.means).tolist()
         text = json.dumps(None if own is None else [own.names, numbers, self.notice.is_agreed, seen])
-        told = json.loads(broadcast_text(self._members.communicator, text, root, _TOLD))
-        if isinstance(told, dict):
-            raise _Unapplied(**told).error
+        received = json.loads(broadcast_text(self._members.communicator, text, root, _SHARED_STEP))
+        if isinstance(received, dict):
+            raise _Unapplied(**received).error
         state = self._engine.share(state, root)  # last, so that a failure changes nothing
-        if told is not None:
-            self.metrics = Metrics(tuple(told[0]), np.array(told[1], np.float32))
-            self.notice.agree(float(told[2]))
-            self._seen = None if told[3] is None else LayerLook.heard(told[3])
+        if received is not None:
+            self.metrics = Metrics(tuple(received[0]), np.array(received[1], np.float32))
+            self.notice.agree(float(received[2]))
+            self._seen = None if received[3] is None else LayerStatistics.from_json(received[3])
         return state
 
-    def _share_refusal(self, told: _Unapplied, root: int) -> None:
+    def _share_refusal(self, received: _Unapplied, root: int) -> None:
         """Tell instances that lack the result of a step why it was not applied. Collective."""
-        broadcast_text(self._members.communicator, json.dumps(asdict(told)), root, _TOLD)
+        broadcast_text(self._members.communicator, json.dumps(asdict(received)), root, _SHARED_STEP)
 
     def take_over(self, state: State, batches: Sequence[Batch], metrics: Metrics, tails: UnreadArray) -> None:
         """Note that the only replica has made several steps in one program.
@@ -464,19 +471,5 @@ class StepLoop(Generic[State, Pending]):
         """
         self.metrics, self._seen = metrics, None
         self.notice.agree(self.notice.is_given)
-        rows, beside = partial(self._rules.rows_of, batches[0]), partial(self._beside, state, len(batches))
-        tell_end(self._members, self._members.instruments, rows, 1, metrics, state.step, beside, tails)
-
-
-def _refuse_not_finite(loss: float, step: int) -> None:
-    """Raise if the mean loss is not finite. Its gradients may be finite: those of a constant that is NaN are 0."""
-    if not math.isfinite(loss):
-        raise NonFiniteGradientError(
-            f"the mean loss over all replicas is {loss} at step {step}, but its gradients are finite; the step was not "
-            "applied: look for rows or operations that make the loss NaN or infinite"
-        )
-
-
-def _told(step: int, names: tuple[str, ...], means: UnreadArray, is_agreed: bool) -> object:
-    """Return the result of a step for an entry of the journal."""
-    return step, names, np.array(means)[: len(names)], is_agreed
+        rows, extras = partial(self._rules.rows_of, batches[0]), partial(self._extras, state, len(batches))
+        report_step(self._members, self._members.instruments, rows, 1, metrics, state.step, extras, tails)

@@ -1,12 +1,13 @@
-"""Recovery from lost instances: the others repeat the interrupted operation, with the same bits."""
+"""Recovery from lost instances, and the handing over of states to instances that join."""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
@@ -14,13 +15,175 @@ from collectives import BrokenError, PeerLostError
 from collectives.instruments import RECOVERY
 from popdist.leaving import is_to_carry_on
 from popdist.records.recording import note_obstacle
-from strategies.core.carrier import hand_over_all
+from strategies.core.agreement import Members, broadcast_text, digest_of_arrays
+from strategies.core.engine import Engine, Pending, State
 from strategies.core.journal import BecameSpareError, JoinsNowError, Recorded
-from strategies.core.members import Members
 from strategies.errors import SpareError
+from strategies.typing import Batch
 
 if TYPE_CHECKING:
     from strategies.data.datasets import DistributedDataset
+
+
+# ---- states for instances that join
+
+
+class StateTransfer(Generic[State, Pending]):
+    """The transfer of one trainer's latest state to joining instances.
+
+    All instances make their transfers in the same order. On an active instance the state has values. On a spare it is
+    made of placeholders, which get their values when the instance joins.
+
+    Args:
+        members: The instances.
+        engine: The engine that owns the states.
+        unrecoverable_part: Name of the part of the state that is lost with an instance, for messages; None without one.
+
+    Attributes:
+        batch: The batch of the step that is being made; None outside of steps.
+        first: Function that returns a state with the shapes of the first one, while the training starts.
+    """
+
+    def __init__(self, members: Members, engine: Engine[State, Pending], unrecoverable_part: str | None) -> None:
+        self._members = members
+        self._engine = engine
+        self._unrecoverable_part = unrecoverable_part
+        self._latest: State | None = None
+        self._version = 0
+        self.batch: Batch = None
+        self.first: Callable[[], State] | None = None
+        if members.journal.is_kept:
+            members.journal.transfers.append(self)
+
+    def note(self, state: State) -> None:
+        """Note the state that the trainer has made, or was given, last."""
+        if state is not self._latest and self._members.journal.is_kept:
+            self._latest = state
+            self._version += 1
+
+    def placeholder_state(self, state: State, step: int) -> State:
+        """Return the state of a step on a spare, like `state` but without values, and note it."""
+        found = self._engine.placeholder_state(state, step, self._members.wait_for_values)
+        self.note(found)
+        return found
+
+    def read(self, state: State) -> State:
+        """Return a state with values, given one that this instance may have got as a spare."""
+        return self._engine.read(state) if self._members.journal.has_joined else state
+
+    def holds(self, state: object) -> bool:
+        """Return whether this is the latest state."""
+        return state is self._latest
+
+    # ---- handing over
+
+    @property
+    def facts(self) -> tuple[Mapping[str, object], Mapping[str, object]]:
+        """Facts to compare with a joining instance: required ones, and ones compared only if both know them."""
+        state = self._latest
+        reported = {"number of states": self._version, "step": None if state is None else state.step}
+        others = dict(self._engine.facts)
+        if self.batch is not None:  # missing if the program of the joining instance reads variables between steps
+            others["position in the data set"] = self._members.position_of(self.batch)
+        return reported, others
+
+    @property
+    def obstacle(self) -> str:
+        """The reason why this state cannot be handed over, or ""."""
+        if self._unrecoverable_part is None:
+            return ""
+        return f"every instance has a part of the state that no other has ({self._unrecoverable_part})"
+
+    def hand_over(self, source: int, joins: bool) -> None:
+        """Take over the state of rank `source`, which has one, if this instance joins. Collective.
+
+        Args:
+            source: The rank whose state is handed over.
+            joins: Whether this instance joins.
+        """
+        if self._latest is None:  # this instance is late by the start of the training
+            assert self.first is not None
+            self._engine.hand_over(self.first(), source, joins)
+        elif joins:
+            self._engine.fill(self._latest, self._engine.hand_over(self._latest, source, joins))
+        else:
+            self._engine.hand_over(self.read(self._latest), source, joins)
+
+    def digest(self) -> tuple[int, int]:
+        """Return a digest of the latest state."""
+        return (
+            (0, 0) if self._latest is None else digest_of_arrays(self._engine.digest(self.read(self._latest)).values())
+        )
+
+
+def transfer_states(members: Members, source: int) -> None:
+    """Hand the states of all transfers over to the instances that join. Collective.
+
+    A joining instance that differs in anything that can be compared ends, and the others go on without it.
+
+    Args:
+        members: The instances.
+        source: The rank whose states are handed over.
+
+    Raises:
+        SpareError: This instance joins, and does not fit.
+    """
+    journal = members.journal
+    joins = journal.is_joining
+    reported = _compare_facts(members, source)
+    for transfer, facts in zip(journal.transfers, reported, strict=False):
+        if facts["step"] is not None:
+            transfer.hand_over(source, joins)
+    _compare_digests(members, source)
+    journal.takes_values()
+
+
+def _compare_facts(members: Members, source: int) -> list[dict[str, object]]:
+    """Return the facts of each transfer of the source; raise on a joining instance that does not fit. Collective."""
+    journal = members.journal
+    counts = {"number of trainers": len(journal.transfers), "number of operations": members.done_so_far.entries}
+    own = [(counts, {}), *[transfer.facts for transfer in journal.transfers]]
+    text = broadcast_text(members.communicator, json.dumps(own), source, "facts of the training")
+    reported: list[tuple[dict[str, object], dict[str, object]]] = json.loads(text)
+    of_transfers = [facts for facts, _ in reported[1:]]
+    if not journal.is_joining:
+        return of_transfers
+    for (theirs, some_of_theirs), (here, some_here) in zip(reported, json.loads(json.dumps(own)), strict=False):
+        if found := _difference(theirs, here) or _difference(some_of_theirs, some_here, only_common=True):
+            raise SpareError(f"this spare cannot take the place of a lost instance: {found}")
+    if obstacle := next((each.obstacle for each in journal.transfers if each.obstacle), ""):
+        raise SpareError(f"this spare cannot take the place of a lost instance: {obstacle}")
+    return of_transfers
+
+
+def _compare_digests(members: Members, source: int) -> None:
+    """Raise on a joining instance that has other bits than the source. Collective."""
+    journal, communicator = members.journal, members.communicator
+    concerns = journal.is_joining or communicator.rank == source
+    own = [transfer.digest() if concerns else (0, 0) for transfer in journal.transfers]
+    digests = communicator.all_gather(np.array(own, np.uint64).reshape(-1), name="digests of what was handed over")
+    if journal.is_joining and (digests[communicator.rank] != digests[source]).any():
+        raise SpareError(
+            f"the variables have other bits here than on rank {source}, which has handed them over; check the memory "
+            "and the network of this host"
+        )
+
+
+def _difference(theirs: Mapping[str, object], own: Mapping[str, object], only_common: bool = False) -> str:
+    """Describe the first fact in which two instances differ; "" if there is none.
+
+    Args:
+        theirs: The facts of the other instance.
+        own: The facts of this instance.
+        only_common: Whether to compare only facts that both have.
+    """
+    names = theirs.keys() & own.keys() if only_common else theirs.keys() | own.keys()
+    for name in sorted(names):
+        there, here = theirs.get(name, "missing"), own.get(name, "missing")
+        if there != here:
+            return f"its {name} is {here}, but on the active instances it is {there}"
+    return ""
+
 
 T = TypeVar("T")
 
@@ -100,7 +263,7 @@ def surviving(
     return members.journal.perform(Recorded(recorded.kind, recorded.pack, replayed), survived)
 
 
-def together(
+def collectively(
     members: Members,
     attempt: Callable[[], T],
     share: Callable[[T, int], T],
@@ -245,7 +408,7 @@ def _joined(
     ready = np.flatnonzero((joining == 0) & (entries == entries[joining == 1].max()))
     if ready.size:
         source = int(ready[0])
-        hand_over_all(members, source)
+        transfer_states(members, source)
         if joining[members.communicator.rank]:
             members.done_so_far.done = int(begun[source])
         return np.where(joining, begun[source], done)

@@ -93,18 +93,14 @@ def _convert(to: DTypeLike, name: str, leaf: Numbers) -> np.ndarray:
         raise TypeError(f"{name} is {array.dtype} and cannot travel as {dtype}; choose a floating-point dtype")
     with np.errstate(over="ignore"):
         small = array.astype(dtype)
-    is_integer = array.dtype.kind in "biu"
-    fits = np.array_equal(small.astype(array.dtype), array) if is_integer else _is_as_finite(small, array)
+    if array.dtype.kind in "biu":
+        fits = np.array_equal(small.astype(array.dtype), array)
+    else:  # all finite numbers have to stay finite
+        is_narrower = small.dtype.itemsize < array.dtype.itemsize
+        fits = not is_narrower or np.array_equal(np.isfinite(small.astype(float)), np.isfinite(array.astype(float)))
     if not fits:
         raise ValueError(f"{name} has numbers from {array.min()} to {array.max()}, which {dtype} cannot hold")
     return small
-
-
-def _is_as_finite(small: np.ndarray, array: np.ndarray) -> bool:
-    """Return whether all finite numbers stayed finite."""
-    if small.dtype.itemsize >= array.dtype.itemsize:
-        return True
-    return bool((np.isfinite(small.astype(np.float64)) == np.isfinite(array.astype(np.float64))).all())
 
 
 def _map_where(change: _Change, dtypes: DTypes, batch: Batch, name: str = "the batch") -> Batch:

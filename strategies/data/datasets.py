@@ -16,9 +16,7 @@ from strategies.argument_checks import at_least
 from strategies.data.casts import DTypes, converted
 from strategies.data.grain_source import as_grain_source
 from strategies.data.iterators import DataIterator, in_lockstep, prefetched
-from strategies.data.layout import Layout, Position, Remainder
-from strategies.data.replication import Replication
-from strategies.data.sequential import from_iterable, from_shards, from_values
+from strategies.data.layout import Layout, Position, Remainder, Replication
 from strategies.data.sources import (
     DataSource,
     Masked,
@@ -26,11 +24,14 @@ from strategies.data.sources import (
     SourceFactory,
     Steps,
     common_length,
+    from_iterable,
+    from_shards,
+    from_values,
     read_elements,
     take_rows,
 )
 from strategies.errors import SpareError, StrategyError
-from strategies.placeholders import unread
+from strategies.placeholders import placeholders_like
 from strategies.typing import Batch, Data, Leaf
 
 log = logging.getLogger(__name__)
@@ -287,7 +288,9 @@ class DistributedDataset:
         """
         if isinstance(batch, Masked) and not isinstance(self._last, Masked):
             batch = batch.values  # an evaluation has added a mask
-        if self._last is None or not any(_is_of(batch, given) for given in (self._last, *self._earlier)):
+        if self._last is None or not any(
+            batch is one or (isinstance(one, Masked) and batch is one.values) for one in (self._last, *self._earlier)
+        ):
             return False
         given = iter(self._contents)  # in the order of the leaves
         return not self._is_read_again or all(
@@ -346,7 +349,7 @@ class DistributedDataset:
         source = None
         while source is not self._source:  # redistribute has replaced the source
             source = self._source
-            batches = self._unread(epoch, start) if self._is_spare() else self._placed(epoch, start)
+            batches = self._placeholders(epoch, start) if self._is_spare() else self._placed(epoch, start)
             try:
                 for step, batch in enumerate(self._waited_for(self._agreed(batches, epoch, start)), start + 1):
                     self._consumed, self._last, self.is_last_outdated = (epoch, step), batch, False
@@ -365,14 +368,11 @@ class DistributedDataset:
 
     def _placed(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         placed = (self._moved(batch) for batch in self._source.batches(epoch, start))
-        return self._after_first(placed) if self._source.runs_code else prefetched(placed, self.num_read_ahead)
-
-    def _after_first(self, placed: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
-        """Read the first batch in the calling thread, and the others ahead only if they draw no random numbers."""
-        first = list(itertools.islice(placed, 1))
+        # If the program's code reads, the calling thread takes the first batch, which shows whether the code draws.
+        first = list(itertools.islice(placed, 1)) if self._source.runs_code else []
         yield from prefetched(placed, 0 if self._source.draws else self.num_read_ahead, first)
 
-    def _unread(self, epoch: int, start: int) -> Generator[Batch, None, None]:
+    def _placeholders(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         """Return batches without values, for a spare, which computes nothing. Its first batch has values.
 
         Raises:
@@ -387,10 +387,10 @@ class DistributedDataset:
             is_other = self._layout.remainder == "short" and step == self._source.steps - 1
             if self._example is None or is_other:
                 batch = self._batch_at(epoch, step)
-                self._example = self._example if is_other else unread(batch, _refuse_values)
+                self._example = self._example if is_other else placeholders_like(batch, _raise_no_values)
                 yield batch
             else:
-                yield unread(self._example, _refuse_values)
+                yield placeholders_like(self._example, _raise_no_values)
 
     def _waited_for(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         while True:
@@ -405,12 +405,12 @@ class DistributedDataset:
         """Return the batches of the steps that all instances make."""
         if not self.is_collective or self._communicator is None:
             return batches
-        fill = self._padding_after if self.pads else None
-        return in_lockstep(batches, self._communicator, f"epoch {epoch}", start, fill)
 
-    def _padding_after(self, last: Masked) -> Masked:
-        """Return a batch of nothing but padding, for an instance whose data end before those of other instances."""
-        return Masked(last.values, self._place(np.zeros(last.mask.shape, bool)))
+        def padding_after(last: Masked) -> Masked:
+            return Masked(last.values, self._place(np.zeros(last.mask.shape, bool)))
+
+        fill = padding_after if self.pads else None
+        return in_lockstep(batches, self._communicator, f"epoch {epoch}", start, fill)
 
     def _moved(self, batch: Batch) -> Batch:
         """Return the batch on the devices."""
@@ -422,11 +422,7 @@ def _version(leaf: Leaf) -> object:
     return getattr(leaf, "_version", None)
 
 
-def _is_of(batch: Batch, given: Batch) -> bool:
-    return batch is given or (isinstance(given, Masked) and batch is given.values)
-
-
-def _refuse_values() -> None:
+def _raise_no_values() -> None:
     raise SpareError(
         "the program reads a batch, but a spare reads no data before it becomes active; compute with batches in the "
         "loss function, or in the data set itself"

@@ -136,11 +136,11 @@ class _OfBatches(EveryRow):
             found = next(batches, None)
             batch = None if found is None else _checked(found, last, number)
             mine = -1 if batch is None else -(-len(batch.mask) // self._local)
-            told = self._communicator.all_gather(np.array(mine), name=f"rows of batch {number}")
-            if told.max() < 0:
+            reported = self._communicator.all_gather(np.array(mine), name=f"rows of batch {number}")
+            if reported.max() < 0:
                 return
-            rows = rows or int(told.max())
-            _check_rows(told, rows, number)
+            rows = rows or int(reported.max())
+            _check_rows(reported, rows, number)
             if batch is not None and len(batch.mask):
                 last = _padded(batch, rows * self._local)
             else:
@@ -180,21 +180,21 @@ def _row_of(values: Batch) -> tuple[object, list[tuple[tuple[int, ...], np.dtype
     return structure, [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
 
 
-def _check_rows(told: np.ndarray, rows: int, number: int) -> None:
+def _check_rows(reported: np.ndarray, rows: int, number: int) -> None:
     """Refuse numbers of rows per replica that padding cannot make equal; all instances raise the same error.
 
     Raises:
         ValueError: If the first batch of an instance is empty, or a later batch is longer than the first.
     """
-    if number == 0 and (told.min() < 0 or rows == 0):
-        missing = np.flatnonzero(told <= 0).tolist()
+    if number == 0 and (reported.min() < 0 or rows == 0):
+        missing = np.flatnonzero(reported <= 0).tolist()
         raise ValueError(
             f"the first batch of instances {missing} has no row, but padding repeats rows; give every instance at "
             "least one row"
         )
-    if told.max() > rows:
+    if reported.max() > rows:
         raise ValueError(
-            f"batch {number} has {told.max()} rows for each replica, but the first batch has {rows}; only shorter "
+            f"batch {number} has {reported.max()} rows for each replica, but the first batch has {rows}; only shorter "
             "batches are padded: begin with the longest"
         )
 

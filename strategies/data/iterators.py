@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from collectives import Communicator, forks
+from strategies.data.layout import is_in_program
 from strategies.data.randomness import DrawWatch, of_program
-from strategies.data.replication import is_in_program
 from strategies.errors import FeedError, StrategyError
 from strategies.typing import Data, Element
 
@@ -258,10 +258,11 @@ class _Worker(Generic[T]):
             raise self._error
 
     def stop(self) -> None:
-        if self._made_in != forks.generation:
-            return  # the thread is the parent's, and may have held the lock
+        # At exit the generator is collected after modules have been emptied, and this method has been called before.
+        if self._is_stopped or self._made_in != forks.generation:
+            return  # in a child process the thread is the parent's, and may have held the lock
         with self._changed:
-            if self._is_stopped:  # at exit the generator is collected after modules have been emptied
+            if self._is_stopped:
                 return
             self._is_stopped = True
             self._ready.clear()

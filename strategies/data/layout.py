@@ -1,6 +1,9 @@
 """The elements that each replica reads at each step, and positions in a data set; the same on every instance."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, cast, get_args
 
@@ -8,6 +11,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strategies.argument_checks import positive
+from strategies.typing import Tree
+
+TRACED: ContextVar[Tree] = ContextVar("program", default=None)
+"""The program that is being traced; None outside of one."""
+
+
+@dataclass(frozen=True)
+class Replication:
+    """The replicas that run a program.
+
+    Attributes:
+        local: Global indices of the replicas of this instance.
+        total: Number of replicas of all instances.
+    """
+
+    local: range
+    total: int
+
+    def __str__(self) -> str:
+        if len(self.local) == self.total:
+            return f"{self.total} replicas"
+        return f"replicas {self.local.start} to {self.local.stop - 1} of {self.total}"
+
+
+def is_in_program() -> bool:
+    """Return whether `strategy.run`, a loss function or a loop is being traced."""
+    return TRACED.get() is not None
+
 
 Remainder = Literal["drop", "pad", "short"]
 Indices = NDArray[np.int64]
@@ -158,7 +189,7 @@ class Position:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> "Position":
+    def from_dict(cls, values: Mapping[str, object]) -> Position:
         """Return the position that `to_dict` turned into `values`; raise ValueError for any other dictionary."""
         try:
             return cls(**cast(dict[str, Any], values))

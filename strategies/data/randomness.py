@@ -202,14 +202,14 @@ class SeededElements:
 
 
 def _states() -> tuple[object, ...]:
-    """Return the states of the global generators, to compare them."""
-    _, keys, place, *normal = np.random.get_state()  # noqa: NPY002
-    torch = _generator_of_torch()
-    of_torch = None if torch is None else torch.get_state().numpy().tobytes()
-    return random.getstate(), np.asarray(keys).tobytes(), place, *normal, of_torch
+    """Return the states of the global generators, to compare them, at a time when no other thread changes them."""
+    with drawing:
+        _, keys, place, *normal = np.random.get_state()  # noqa: NPY002
+        torch = _generator_of_torch()
+        of_torch = None if torch is None else torch.get_state().numpy().tobytes()
+        return random.getstate(), np.asarray(keys).tobytes(), place, *normal, of_torch
 
 
 def _generator_of_torch() -> _Generator | None:
     """Return PyTorch's generator for the CPU; None if the program has not imported PyTorch."""
-    found: _Generator | None = getattr(sys.modules.get("torch"), "default_generator", None)
-    return found
+    return getattr(sys.modules.get("torch"), "default_generator", None)

@@ -1,13 +1,14 @@
-"""The interface of data sets as one instance reads them, and data sets with random access.
+"""The interface of data sets as one instance reads them, with random access or in order.
 
-Random access means arrays, and objects with `[i]`.
+Arrays, and objects with `[i]`, have random access.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, islice, zip_longest
 from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -18,8 +19,8 @@ import strategies.trees as trees
 from strategies.argument_checks import at_least, positive
 from strategies.data.layout import Indices, Layout, epoch_order
 from strategies.data.randomness import DrawWatch, SeededElements, kept_generators
-from strategies.per_replica import PerReplica
 from strategies.typing import Batch, Data, Element, Tree
+from strategies.values import PerReplica
 
 
 class Masked(NamedTuple):
@@ -185,14 +186,11 @@ class Steps:
     def _read_from(self, source: Data, number: int) -> Batch:
         epoch, step = divmod(number, self.per_epoch)
         positions = self._layout.positions(step, self.length)
-        values = self._read(source, epoch, self._order_of(epoch)[positions % self.length])
-        return Masked(values, positions < self.length) if self._layout.pads else values
-
-    def _order_of(self, epoch: int) -> Indices:
         known = self._order  # read only once, because another thread may replace it
         if known is None or known[0] != epoch:
             known = self._order = (epoch, epoch_order(self.length, self._seed, epoch, shuffle=self._shuffle))
-        return known[1]
+        values = self._read(source, epoch, known[1][positions % self.length])
+        return Masked(values, positions < self.length) if self._layout.pads else values
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_order": None}
@@ -258,3 +256,172 @@ class InputContext:
                 f"replicas; use {f'{lower} or {upper}' if lower else upper}"
             )
         return size
+
+
+# ---- in order
+
+_ENDED = object()
+
+
+class ElementRound(NamedTuple):
+    """One element for every local replica; if `valid` is False, the element is padding."""
+
+    elements: Sequence[Element]
+    valid: Sequence[bool]
+
+
+@dataclass(eq=False)
+class SequentialSource(DataSource):
+    """Elements that come in their source's order; `elements_per_replica` rounds are stacked into a batch."""
+
+    rounds: Callable[[], Iterator[ElementRound]]
+    layout: Layout
+    length: int | None = None
+    steps: int | None = None
+
+    @override
+    def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
+        for step, rounds in enumerate(self._batches_of_rounds()):
+            if step >= start:
+                yield self._stack(rounds)
+
+    def _batches_of_rounds(self) -> Iterator[list[ElementRound]]:
+        rounds = self.rounds()
+        latest: ElementRound | None = None
+        for step in count():
+            if step == self.steps:
+                return
+            taken = list(islice(rounds, self.layout.elements_per_replica))
+            latest = taken[-1] if taken else latest
+            if len(taken) < self.layout.elements_per_replica:
+                if not self._can_fill(taken, latest, step):
+                    return
+                assert latest is not None
+                padding = ElementRound(latest.elements, [False] * len(latest.valid))
+                taken += [padding] * (self.layout.elements_per_replica - len(taken))
+            yield taken
+
+    def _can_fill(self, taken: list[ElementRound], latest: ElementRound | None, step: int) -> bool:
+        """Return True to pad an incomplete batch, and False if the epoch is over."""
+        if self.layout.pads and latest is not None and (taken or self.steps is not None):
+            return True
+        if self.steps is None:
+            return False
+        replicas = ", ".join(map(str, self.layout.local_replicas))
+        raise ValueError(
+            f"the data of replicas {replicas} ended after {step} of {self.steps} steps, before their len(); "
+            "make len() exact, or leave it out"
+        )
+
+    def _stack(self, rounds: list[ElementRound]) -> Batch:
+        per_replica = range(len(self.layout.local_replicas))
+        values = stacked([taken.elements[j] for j in per_replica for taken in rounds])
+        if not self.layout.pads:
+            return values
+        return Masked(values, np.array([taken.valid[j] for j in per_replica for taken in rounds], bool))
+
+
+def from_iterable(source: Data, layout: Layout) -> DataSource:
+    """Return a source that gives replica r the elements r, r + R, r + 2R, ... of an iterable."""
+    _require_iterable("the data set", source)
+    length = _length(source)
+    if length is not None:
+        layout.check_length(length)
+    return SequentialSource(
+        lambda: _interleaved(source, layout),
+        layout,
+        length=length,
+        steps=None if length is None else layout.steps(length),
+    )
+
+
+def from_shards(source: Data, layout: Layout) -> DataSource:
+    """Return a source that gives replica r the elements of `source.shard(R, r)`."""
+    replicas = layout.total_replicas
+    shards = [source.shard(replicas, r) for r in layout.local_replicas]
+    for replica, shard in zip(layout.local_replicas, shards, strict=True):
+        _require_iterable(f"shard {replica} of {replicas}", shard)
+    lengths = _shard_lengths(source, shards[0], replicas)
+    return SequentialSource(
+        lambda: _side_by_side(shards, layout),
+        layout,
+        length=None if lengths is None else sum(lengths),
+        steps=None if lengths is None else _steps_of_shards(lengths, layout),
+    )
+
+
+def from_values(values: Sequence[Element], layout: Layout) -> DataSource:
+    """Return a source that gives each local replica the elements of its own iterable."""
+    if len(values) != len(layout.local_replicas):
+        raise ValueError(f"got {len(values)} iterables for {len(layout.local_replicas)} local replicas; give each one")
+    for replica, value in zip(layout.local_replicas, values, strict=True):
+        _require_iterable(f"the data set of replica {replica}", value)
+    return SequentialSource(lambda: _side_by_side(values, layout), layout)
+
+
+def _interleaved(source: Iterable[Element], layout: Layout) -> Iterator[ElementRound]:
+    """Yield rounds of elements for replica 0, 1, ..., in one pass over the source for all local replicas."""
+    elements = iter(source)
+    while taken := list(islice(elements, layout.total_replicas)):
+        if len(taken) < layout.total_replicas and not layout.pads:
+            return
+        valid = [replica < len(taken) for replica in layout.local_replicas]
+        own = zip(layout.local_replicas, valid, strict=True)
+        yield ElementRound([taken[replica] if is_real else taken[0] for replica, is_real in own], valid)
+
+
+def _side_by_side(shards: Sequence[Iterable[Element]], layout: Layout) -> Iterator[ElementRound]:
+    """Yield one element of each local shard at a time until one shard ends; with padding, until all have ended."""
+    if not layout.pads:
+        for elements in zip(*shards, strict=False):
+            yield ElementRound(elements, [True] * len(shards))
+        return
+    previous: list[Element] = [_ENDED] * len(shards)
+    for elements in zip_longest(*shards, fillvalue=_ENDED):
+        valid = [element is not _ENDED for element in elements]
+        previous = [new if ok else old for new, old, ok in zip(elements, previous, valid, strict=True)]
+        for replica, element in zip(layout.local_replicas, previous, strict=True):
+            if element is _ENDED:
+                raise ValueError(f"the data of replica {replica} is empty; padding repeats at least one element")
+        yield ElementRound(previous, valid)
+
+
+def _shard_lengths(source: Data, own_shard: Data, replicas: int) -> list[int] | None:
+    """Return the lengths of all replicas' shards: their own if they have one, else an even split of the source's."""
+    if _length(own_shard) is not None:
+        return [len(source.shard(replicas, r)) for r in range(replicas)]
+    length = _length(source)
+    if length is None:
+        return None
+    return [length // replicas + (r < length % replicas) for r in range(replicas)]
+
+
+def _steps_of_shards(lengths: Sequence[int], layout: Layout) -> int:
+    """Return the steps until the shortest shard cannot fill a batch; with padding, until the longest has ended."""
+    if layout.pads and min(lengths) > 0:
+        return -(-max(lengths) // layout.elements_per_replica)
+    if min(lengths) < layout.elements_per_replica:
+        replica = lengths.index(min(lengths))
+        raise ValueError(
+            f"batch_size is {layout.described} per replica, but shard {replica} of {layout.total_replicas} "
+            f"has {min(lengths)} elements; use a smaller batch_size or fewer replicas"
+        )
+    return min(lengths) // layout.elements_per_replica
+
+
+def _length(source: Data) -> int | None:
+    try:
+        return len(source)
+    except TypeError:  # no __len__, or one that fails for an unknown or infinite length, as TensorFlow's data sets do
+        return None
+
+
+def _require_iterable(name: str, source: Data) -> None:
+    kind = type(source).__name__
+    if isinstance(source, str | bytes) or not isinstance(source, Iterable):
+        raise TypeError(f"{name} is a {kind}; use a pytree of arrays, an object with shard(n, i), or an iterable")
+    if isinstance(source, Iterator):
+        raise TypeError(
+            f"{name} is a {kind}, which can be iterated over only once; use an object whose __iter__ starts "
+            "again in every epoch"
+        )

@@ -1,24 +1,160 @@
-"""The choice of the exchange: the way in which the gradients of several instances become means."""
+"""The choice of the exchange, and the interface between an engine and the path of its gradients.
+
+Each instance adds the gradients of its replicas on the device, as far as the tree allows (`collectives.tree.subtrees`).
+A path turns these sums into the means over all replicas. Every path gives the same bits as the exchange on the host.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
 from collectives import Communicator
+from collectives.dlpack import ExportedArray
+from collectives.plans.spread import Spread
+from collectives.tree import TreeNode
 from strategies.errors import DeviceError
-from strategies.exchange.on_device import AUTO, COMPILED, EXCHANGES, HOST, WINDOW
+from strategies.typing import Leaf
+
+DeviceArray: TypeAlias = Leaf
+"""A flat array on a device, of the engine's framework. The device may still be computing it."""
+
+AUTO, COMPILED, WINDOW, HOST = "auto", "compiled", "window", "host"
+EXCHANGES = (AUTO, COMPILED, WINDOW, HOST)
+"""The exchanges: chosen by the instances' devices; compiled collectives; windows on devices; through the host."""
+
+
+class DeviceArithmetic(Protocol):
+    """The arithmetic of a framework on its devices, with the same bits as `collectives.reduction.Reduction`.
+
+    A path calls it. No method waits for the device. After an error the sums may be used up.
+    """
+
+    def mean(
+        self, nodes: Sequence[TreeNode], sums: Sequence[DeviceArray], dtype: np.dtype, replicas: int
+    ) -> DeviceArray:
+        """Return the mean: the sum of nodes that form the whole tree, divided once by R, rounded once to `dtype`.
+
+        Args:
+            nodes: Neighbouring nodes in order; together they are the root.
+            sums: Sums of these nodes; the call may reuse their memory. The sum of a single replica may have the narrow
+                dtype in which it travels.
+            dtype: Dtype of the mean.
+            replicas: R.
+        """
+
+    def means(
+        self,
+        nodes: Sequence[TreeNode],
+        sums: Sequence[Sequence[DeviceArray]],
+        dtypes: Sequence[np.dtype],
+        replicas: int,
+    ) -> Sequence[DeviceArray]:
+        """Return the means of several buffers, each as `mean` returns it.
+
+        Args:
+            nodes: Neighbouring nodes in order; together they are the root.
+            sums: Sums of all buffers, for each node.
+            dtypes: Dtypes of the means.
+            replicas: R.
+        """
+
+
+class DeviceViews(Protocol):
+    """The memory behind a framework's arrays, for paths that copy by themselves."""
+
+    def view(self, array: ExportedArray) -> DeviceArray:
+        """Return an array that views memory of the path, without a copy.
+
+        A path makes a new view after each change of that memory, and gives views only to the framework's programs.
+        """
+
+    def addresses(self, arrays: Sequence[DeviceArray]) -> list[int]:
+        """Wait until contiguous arrays have been computed, and return their addresses."""
+
+    def dtype_of(self, array: DeviceArray) -> np.dtype:
+        """Return the NumPy dtype of an array."""
+
+    def taken(self, view: DeviceArray, starts: Sequence[int], sizes: Sequence[int]) -> list[DeviceArray]:
+        """Wait for, and return, copies of parts of a flat view; no copy shares the view's memory.
+
+        Args:
+            view: Array that `view` returned.
+            starts: First elements of the parts.
+            sizes: Sizes of the parts in elements.
+        """
+
+    def stacked(self, rows: Sequence[DeviceArray]) -> DeviceArray:
+        """Wait for, and return, a copy of flat views, stacked along a new first axis."""
+
+
+class DevicePath(ABC):
+    """A path on which sums on devices become means over all replicas of all instances.
+
+    A step calls `means` and `gather` in the same order on all instances. If a call fails, the sums may be used up, and
+    other instances may still wait in it, up to the communicator's time limit. Then only `close` may follow; after a
+    loss the survivors make a new path.
+
+    Args:
+        spread: Spread of the replicas over the instances; `spread.sums` has the nodes that each instance adds itself.
+        rank: Rank of this instance.
+    """
+
+    path_name: ClassVar[str]
+    """One of `EXCHANGES`."""
+
+    def __init__(self, spread: Spread, rank: int) -> None:
+        self.spread = spread
+        self.rank = rank
+
+    @property
+    def nodes(self) -> tuple[TreeNode, ...]:
+        """The nodes whose sums this instance contributes."""
+        return self.spread.sums[self.rank]
+
+    @abstractmethod
+    def means(
+        self, name: str, sums: Sequence[Sequence[DeviceArray]], dtypes: Sequence[np.dtype]
+    ) -> Sequence[DeviceArray]:
+        """Return the mean of each buffer of a bucket. Collective. The call need not wait for the device.
+
+        The caller has compared the layouts of the instances.
+
+        Args:
+            name: Name of the bucket.
+            sums: Sums of `nodes` for each buffer: flat, of equal length, and of the accumulators' dtype. The sum of a
+                single replica may have the dtype in which it travels. The call may reuse their memory. A buffer may be
+                empty.
+            dtypes: Dtype of each buffer's mean, in which gradients travel.
+        """
+
+    @abstractmethod
+    def gather(self, name: str, own: DeviceArray) -> DeviceArray:
+        """Return the flat arrays of all instances, of equal size, as one row for each instance. Collective.
+
+        Args:
+            name: Name of the collective.
+            own: Array of this instance.
+        """
+
+    def close(self) -> None:  # noqa: B027  # most paths have nothing to give back
+        """Release the memory of the path. Not collective. No other method may be called afterwards."""
+
+
+# ---- the choice
 
 logger = logging.getLogger("strategies.exchange")
 
 VARIABLE = "POPDIST_EXCHANGE"
 """Exchange of gradients on devices: `compiled`, `window` or `host`. Default: `auto`."""
 LOCAL = "local"
-"""The word for a job of one instance: gradients are added on its device, and no exchange is needed."""
+"""The path of a job of one instance: gradients are added on its device, without an exchange."""
 CPU, GPU = "cpu", "gpu"
 MPI, GRPC, HOROVOD, SINGLE = "MPI", "gRPC", "Horovod", "single"
 FACTS = f"facts of instances on accelerators, by which the exchange is chosen ({VARIABLE})"
@@ -67,7 +203,7 @@ class ExchangeChoice:
     """The exchange that was chosen.
 
     Attributes:
-        word: COMPILED, WINDOW or HOST; LOCAL if one instance adds on its device.
+        path_name: COMPILED, WINDOW or HOST; LOCAL if one instance adds on its device.
         is_on_device: Whether the gradients of the local replicas are added on the device.
         reason: Reason for the choice, for the log.
         connects: Whether the JAX runtimes of all instances are to be connected before JAX starts, for compiled
@@ -75,7 +211,7 @@ class ExchangeChoice:
         shares_gpu: Whether two or more instances compute on the same GPU.
     """
 
-    word: str
+    path_name: str
     is_on_device: bool
     reason: str
     connects: bool = False
@@ -96,9 +232,9 @@ def asked_exchange(default: str, environ: Mapping[str, str]) -> str:
     Raises:
         ValueError: The word is not in `EXCHANGES`.
     """
-    for said_by, word in (("Defaults.exchange", default), (VARIABLE, environ.get(VARIABLE) or AUTO)):
-        if word not in EXCHANGES:
-            raise ValueError(f"{said_by} is {word!r}, which is not an exchange; use one of {', '.join(EXCHANGES)}")
+    for said_by, path_name in (("Defaults.exchange", default), (VARIABLE, environ.get(VARIABLE) or AUTO)):
+        if path_name not in EXCHANGES:
+            raise ValueError(f"{said_by} is {path_name!r}, which is not an exchange; use one of {', '.join(EXCHANGES)}")
     return default if default != AUTO else environ.get(VARIABLE) or AUTO
 
 
@@ -128,7 +264,7 @@ def agreed_choice(communicator: Communicator, own: InstanceFacts, asked: str) ->
     chosen = replace(choose_exchange(facts, asked), shares_gpu=_sharing(facts) is not None)
     if communicator.rank == 0:
         where = "on the device" if chosen.is_on_device else "on the host"
-        logger.info("exchange %s: gradients are added %s (%s)", chosen.word, where, chosen.reason)
+        logger.info("exchange %s: gradients are added %s (%s)", chosen.path_name, where, chosen.reason)
     return chosen
 
 
@@ -142,7 +278,7 @@ def choose_exchange(facts: Sequence[InstanceFacts], asked: str) -> ExchangeChoic
     Raises:
         DeviceError: Instances compute on devices of different kinds, or the exchange asked for cannot work.
     """
-    _refuse_mixture(facts)
+    _check_same_platform(facts)
     if asked == HOST:
         return ExchangeChoice(HOST, False, "it was asked for")
     if asked == AUTO:
@@ -180,7 +316,7 @@ def _local() -> ExchangeChoice:
     return ExchangeChoice(LOCAL, True, "one instance drives all replicas")
 
 
-def _refuse_mixture(facts: Sequence[InstanceFacts]) -> None:
+def _check_same_platform(facts: Sequence[InstanceFacts]) -> None:
     platforms = [each.platform for each in facts]
     other = next((index for index, each in enumerate(platforms) if each != platforms[0]), None)
     if other is not None:
@@ -202,10 +338,10 @@ def _obstacle_on_devices(facts: Sequence[InstanceFacts]) -> str | None:
     return None
 
 
-def _obstacle(word: str, facts: Sequence[InstanceFacts]) -> str | None:
+def _obstacle(path_name: str, facts: Sequence[InstanceFacts]) -> str | None:
     if len(facts) == 1:
         return None
-    return _obstacle_to_compiled(facts) if word == COMPILED else _obstacle_to_window(facts)
+    return _obstacle_to_compiled(facts) if path_name == COMPILED else _obstacle_to_window(facts)
 
 
 def _obstacle_to_compiled(facts: Sequence[InstanceFacts]) -> str | None:

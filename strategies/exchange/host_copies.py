@@ -1,4 +1,7 @@
-"""Copies of gradients from a GPU to the host, and of their means back, at the speed of the bus.
+"""Copies of gradients from a GPU to the host, their sums there, and copies of their means back.
+
+Instance j adds slice j of all replicas directly from the memory into which the drivers copied it. It writes the mean
+once, into memory that all instances read. The sum has the tree's order, as in every exchange.
 
 Host memory is page-locked, and the CUDA driver copies: 55 GB/s on an H100. `np.asarray` reaches 1 GB/s, and a copy of
 NumPy's memory to the device 5 GB/s. While one buffer is added, the next ones are copied.
@@ -7,19 +10,145 @@ NumPy's memory to the device 5 GB/s. While one buffer is added, the next ones ar
 from __future__ import annotations
 
 import mmap
+import os
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cache
+from itertools import accumulate, islice
 from typing import overload
 
 import numpy as np
 
+from collectives import Communicator
 from collectives.cuda.device import CopyMark, CudaDevice
 from collectives.cuda.memory import DeviceMemory, PageLocked
 from collectives.dlpack import ExportedArray
-from strategies.exchange.host_sums import HostSums, aligned
-from strategies.exchange.page_locks import locked
+from collectives.mapped import Region
+from collectives.reduction import Reduction
+from collectives.shared_memory.host_regions import HostMemory, HostRegion
+from collectives.shared_memory.reduction import slice_bounds
+from strategies.exchange.flat import Buffer
+from strategies.exchange.window_path import locked, share_windows
+
+_ALIGNMENT_BYTES = 256
+_GROUP_BYTES = 1 << 25
+"""The size of a group of buffers added together while others arrive; instances meet twice for each group."""
+_PIECE_BYTES = 1 << 20
+_THREADS = 8
+
+
+class HostSums:
+    """The contributions of all instances of a host to one bucket, in memory that they share. Collective.
+
+    Args:
+        communicator: Communicator of the instances, all on one host.
+        counts: Number of local replicas of each instance.
+        buffers: Buffers of the bucket.
+
+    Attributes:
+        own: Places for the contributions of this instance's replicas to each buffer.
+        memory: Memory of these places, as uint8.
+
+    Raises:
+        MappingError: There is too little shared memory; all instances raise it.
+    """
+
+    def __init__(self, communicator: Communicator, counts: Sequence[int], buffers: Sequence[Buffer]) -> None:
+        self._communicator = communicator
+        self._replicas = sum(counts)
+        lengths = [
+            [aligned(buffer.size * buffer.dtype.itemsize) for buffer in buffers for _ in range(count)]
+            for count in counts
+        ]
+        windows = share_windows(communicator, HostMemory(), max(1, *map(sum, lengths)))
+        memory = [_memory_of(windows.of(rank)) for rank in range(communicator.size)]
+        of_ranks = [
+            _arrays(of_rank, buffers, count, own) for of_rank, count, own in zip(memory, counts, lengths, strict=True)
+        ]
+        self.memory = memory[communicator.rank]
+        self.own = of_ranks[communicator.rank]
+        self._all = [[one for of_rank in of_ranks for one in of_rank[number]] for number in range(len(buffers))]
+        self._threads = _pool(max(1, min(_THREADS, len(os.sched_getaffinity(0)) // communicator.size)))
+
+    def can_add(self, result: np.ndarray) -> bool:
+        """Return whether all instances read this mean from the same memory."""
+        return self._communicator.is_shared(result.nbytes)
+
+    def groups(self, numbers: Sequence[int], results: Sequence[np.ndarray]) -> Iterator[list[int]]:
+        """Yield the numbers of buffers to be added together, in order."""
+        group: list[int] = []
+        nbytes = 0
+        for number in numbers:
+            group.append(number)
+            nbytes += results[number].nbytes
+            if nbytes >= _GROUP_BYTES:
+                yield group
+                group, nbytes = [], 0
+        if group:
+            yield group
+
+    def add(self, name: str, numbers: Sequence[int], results: Sequence[np.ndarray]) -> None:
+        """Write the means of some buffers into `results`. Collective. This instance's contributions must have arrived.
+
+        Args:
+            name: Name of the collective.
+            numbers: Numbers of the buffers.
+            results: Memory for the means of all buffers, shared by the instances.
+        """
+        which = ", ".join(map(str, numbers))
+        self._communicator.barrier(name=f"{name}: buffers {which} are there")
+        begun = [
+            self._threads.submit(self._add, number, results[number], piece) for number, piece in self._own(numbers)
+        ]
+        wait(begun)
+        for future in begun:
+            future.result()
+        self._communicator.barrier(name=f"{name}: buffers {which} are added")
+
+    def _own(self, numbers: Sequence[int]) -> Iterator[tuple[int, slice]]:
+        """Yield the pieces of this instance's slices, as (number of the buffer, elements)."""
+        size, rank = self._communicator.size, self._communicator.rank
+        for number in numbers:
+            one = self._all[number][0]
+            bounds = slice_bounds(one.size, size, _ALIGNMENT_BYTES // one.itemsize)
+            step = _PIECE_BYTES // one.itemsize
+            for start in range(bounds[rank], bounds[rank + 1], step):
+                yield number, slice(start, min(start + step, bounds[rank + 1]))
+
+    def _add(self, number: int, result: np.ndarray, piece: slice) -> None:
+        sources = [one[piece] for one in self._all[number]]
+        Reduction("mean", result.dtype).reduce(sources, result[piece], self._replicas)
+
+
+def _memory_of(region: Region) -> np.ndarray:
+    assert isinstance(region, HostRegion)
+    return region.memory
+
+
+def _arrays(
+    memory: np.ndarray, buffers: Sequence[Buffer], count: int, lengths: Sequence[int]
+) -> list[list[np.ndarray]]:
+    """Return an instance's places for each buffer, one place for each of its replicas."""
+    starts = accumulate(lengths, initial=0)
+    return [
+        [memory[start : start + buffer.size * buffer.dtype.itemsize].view(buffer.dtype) for start in of_buffer]
+        for buffer, of_buffer in ((buffer, list(islice(starts, count))) for buffer in buffers)
+    ]
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, "sums of gradients")
+
+
+def aligned(nbytes: int) -> int:
+    """Return the size of an array in bytes, padded so that the next array begins where a GPU copies fast."""
+    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+# ---- copies
 
 
 @dataclass(frozen=True)
@@ -42,7 +171,7 @@ class Source:
         return self.size * self.dtype.itemsize
 
 
-class Arriving(Sequence[Sequence[np.ndarray]]):
+class PendingCopies(Sequence[Sequence[np.ndarray]]):
     """The contributions to each buffer of a bucket while they are copied to the host. Reading an item waits for it.
 
     Args:
@@ -93,7 +222,7 @@ class HostCopies:
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
-        self._rooms: dict[Hashable, _Room] = {}
+        self._buffers: dict[Hashable, _HostBuffer] = {}
         self._locks: dict[Hashable, list[PageLocked]] = {}
 
     def fetch(
@@ -102,7 +231,7 @@ class HostCopies:
         sources: Sequence[Sequence[Source]],
         added: Callable[[int, np.ndarray], None] = lambda number, mean: None,
         sums: HostSums | None = None,
-    ) -> Arriving:
+    ) -> PendingCopies:
         """Begin to copy arrays to page-locked memory.
 
         Args:
@@ -119,12 +248,12 @@ class HostCopies:
             copied = zip(places, of_buffer, strict=True)
             self._device.copy_all((_address(place), one.address, one.nbytes) for place, one in copied)
             marks.append(self._device.mark())
-        return Arriving(arrays, marks, added, sums)
+        return PendingCopies(arrays, marks, added, sums)
 
     def _places(self, key: Hashable, sources: Sequence[Sequence[Source]]) -> list[list[np.ndarray]]:
         lengths = [aligned(one.nbytes) for of_buffer in sources for one in of_buffer]
-        room, starts = self._room(key, sum(lengths)), iter(accumulate(lengths, initial=0))
-        return [[room.array(next(starts), one) for one in of_buffer] for of_buffer in sources]
+        buffer, starts = self._buffer(key, sum(lengths)), iter(accumulate(lengths, initial=0))
+        return [[buffer.array(next(starts), one) for one in of_buffer] for of_buffer in sources]
 
     def means(self, results: Iterable[np.ndarray]) -> MeansOnDevice:
         """Return memory on the GPU for means, and page-lock the host memory from which they are copied.
@@ -137,15 +266,15 @@ class HostCopies:
         """
         return MeansOnDevice(self._device, list(results))
 
-    def _room(self, key: Hashable, nbytes: int) -> _Room:
-        room = self._rooms.get(key)
-        if room is None or room.nbytes < nbytes:
-            self._rooms.pop(key, None)
-            room = self._rooms[key] = _Room(self._device, nbytes)
-        return room
+    def _buffer(self, key: Hashable, nbytes: int) -> _HostBuffer:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.nbytes < nbytes:
+            self._buffers.pop(key, None)
+            buffer = self._buffers[key] = _HostBuffer(self._device, nbytes)
+        return buffer
 
 
-class _Room:
+class _HostBuffer:
     """Private host memory, page-locked if the driver allows it."""
 
     def __init__(self, device: CudaDevice, nbytes: int) -> None:

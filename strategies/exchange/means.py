@@ -10,8 +10,7 @@ import numpy as np
 
 from collectives import Communicator
 from strategies.exchange.flat import FlatLayout, private_memory
-from strategies.exchange.host_copies import Arriving
-from strategies.exchange.int8 import Int8Layout, Int8Reduction
+from strategies.exchange.host_copies import PendingCopies
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 """A function that makes memory of a shape and dtype; a collective call if instances share the memory."""
@@ -102,42 +101,31 @@ class Means:
 
     Args:
         communicator: Communicator of the instances.
-        replicas: Number of replicas of all instances.
-        quantised: Layout of the payload, which is the last buffer of a bucket; None if gradients are not quantised.
-
-    Attributes:
-        of_payload: Means of quantised gradients; None if gradients are not quantised.
     """
 
-    def __init__(self, communicator: Communicator, replicas: int, quantised: Int8Layout | None) -> None:
+    def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._quantised = None if quantised is None else Int8Reduction(quantised, communicator, replicas)
-        self.of_payload = None if quantised is None else quantised.new_result()
 
     def reduce(self, bucket: Bucket, contributions: Sequence[Sequence[np.ndarray]]) -> None:
-        """Write the means into the bucket's results, or into `of_payload`. Collective.
+        """Write the means into the bucket's results. Collective.
 
         Args:
             bucket: Bucket to be reduced.
             contributions: Contributions of the local replicas to each buffer, in order of the replicas.
         """
-        if self._quantised is None and bucket.is_one_group and not isinstance(contributions, Arriving):
+        if bucket.is_one_group and not isinstance(contributions, PendingCopies):
             self._reduce_group(contributions, bucket.results, bucket.names)
             return
         for number, name in bucket.in_parts.items():
             self._communicator.ordered_reduce_scatter(contributions[number], bucket.results[number], "mean", name=name)
-            if isinstance(contributions, Arriving):
+            if isinstance(contributions, PendingCopies):
                 contributions.added(number, bucket.results[number])
-        whole = list(bucket.whole)
-        if self._quantised is not None:
-            assert self.of_payload is not None
-            self._quantised.reduce(contributions[whole.pop()], self.of_payload, name=f"{bucket.name}/payload")
-        if isinstance(contributions, Arriving):
-            self._reduce_arriving(bucket, contributions, whole)
+        if isinstance(contributions, PendingCopies):
+            self._reduce_copied(bucket, contributions, list(bucket.whole))
         else:
-            self.reduce_whole(bucket, contributions, whole, bucket.results)
+            self.reduce_whole(bucket, contributions, list(bucket.whole), bucket.results)
 
-    def _reduce_arriving(self, bucket: Bucket, contributions: Arriving, numbers: Sequence[int]) -> None:
+    def _reduce_copied(self, bucket: Bucket, contributions: PendingCopies, numbers: Sequence[int]) -> None:
         """Add the buffers that have arrived while others are copied, and send each mean on at once."""
         sums, results = contributions.sums, bucket.results
         in_place = [number for number in numbers if sums is not None and sums.can_add(results[number])]

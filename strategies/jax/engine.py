@@ -11,66 +11,91 @@ import jax
 import numpy as np
 from typing_extensions import override
 
-from strategies.core.distributions import Layers
-from strategies.core.engine import Arrived, Buffers, Engine
-from strategies.core.metrics import Metrics, UnreadArray
-from strategies.core.rows import Begun, EvaluationTask
-from strategies.core.weights import is_weighted
+from strategies.core.engine import Buffers, Engine, EvaluationTask, ExchangeResult, PendingBatch
+from strategies.core.metrics import Layers, Metrics, UnreadArray
+from strategies.core.options import is_weighted
 from strategies.data.sources import Masked
 from strategies.errors import NonFiniteGradientError
-from strategies.exchange.int8 import Int8Layout
+from strategies.exchange.flat import Shards
 from strategies.exchange.means import Bucket, Means
-from strategies.exchange.shards import Shards
-from strategies.jax.comparing.digest import flip_bit, host_arrays
-from strategies.jax.evaluation_program import JaxRows
+from strategies.jax.comparing.agreement import flip_bit, host_arrays
+from strategies.jax.evaluation.tasks import JaxRows
 from strategies.jax.fused_steps import FusedPrograms, Made
-from strategies.jax.gradients.model_state import FIRST, MEAN, PER_REPLICA, ModelStateRule, has_own
+from strategies.jax.gradients.model_state import LEAST_WEIGHT, MEAN, PER_REPLICA, ModelStateRule, has_own
 from strategies.jax.gradients.replica_program import ReplicaProgram
-from strategies.jax.gradients.tail import LEAST_WEIGHT
-from strategies.jax.held_parts import HeldParts, rooms
 from strategies.jax.layers import JaxLayers
-from strategies.jax.on_device.queue import StepQueue
-from strategies.jax.on_device.step import DevicePending, DeviceStep
+from strategies.jax.on_device.step import DevicePending, DeviceStep, StepQueue, model_state_after
 from strategies.jax.options import StepOptions
-from strategies.jax.parted_update import PartedUpdate, ReadyStep
 from strategies.jax.preparation import PreparedStep, StepPrograms, control_of
-from strategies.jax.replicas.dealing import unchanging
 from strategies.jax.replicas.devices import borrow
 from strategies.jax.replicas.replicas import Replicas
-from strategies.jax.replicas.shards import rows_of_replicas
-from strategies.jax.updates.learning_rates import LearningRates
+from strategies.jax.replicas.sharding import unchanging
+from strategies.jax.replicas.variables import rows_of_replicas
+from strategies.jax.shard_backups import PartedUpdate, ReadyStep, ShardBackups, receive_buffers
+from strategies.jax.updates.optimizers import LearningRates
 from strategies.loss_scaling import LossScale
-from strategies.placeholders import blank, read, resolve, unread
-from strategies.train_state import TrainState
-from strategies.typing import Batch, Gradients, Leaf, Tree
+from strategies.placeholders import fill, placeholders_like, read, zeros_for_placeholders
+from strategies.typing import Batch, Gradients, Leaf, OptimizerState, Tree, Variables
+from strategies.values import TrainState
 
 
 @dataclass
-class JaxPending:
+class HostPending:
     """A `PendingStep` of JAX, whose gradients go through the host.
 
     Attributes:
         step: Programs of the step.
         state: State before the step.
         control: Control words, see `control_words`.
-        buckets: Buckets of gradients, each as soon as it is ready.
-        tail: Values that travelled behind the gradients; the device may still compute them.
-        is_applied: Whether the step may be applied: gradients are finite, and losses have weight.
-        kept: New residuals and model state.
+        tail: Values that travelled behind the gradients.
+        is_finite: Whether the step may be applied, as far as loss scaling checks it.
+        is_weighted: Whether losses have a weight above 0, or no weights; if not, the step is not applied.
+        kept: New model state.
     """
 
     step: PreparedStep
     state: TrainState
     control: np.ndarray
-    buckets: Iterator[tuple[Bucket, Buffers]]
-    tail: UnreadArray = None
-    is_applied: bool = True
-    kept: tuple[Tree, Tree] = (None, None)
+    tail: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    is_finite: bool = True
+    is_weighted: bool = True
+    kept: Tree = None
+
+    @property
+    def buckets(self) -> Iterator[tuple[Bucket, Buffers]]:
+        """Each bucket of gradients, as soon as it is ready."""
+        for bucket, contributions in self.step.gradients.collect():
+            self.step.update.wait()  # the previous update may still read the memory of the results
+            yield bucket, contributions
 
     @property
     def exchange(self) -> Means:
         """The exchange of the step's buckets."""
         return self.step.exchange
+
+    def finish_exchange(self) -> ExchangeResult:
+        """Return the results of the exchange, without gradients; the next step may overwrite their memory."""
+        step, program = self.step, self.step.program
+        self.tail = program.places.weighted(step.gradients.tail.copy())
+        if program.places.has_finite:
+            self.is_finite = bool(self.tail[program.places.finite] == 0)
+        notice = float(self.tail[program.places.notice])
+        return ExchangeResult(program.names, self.tail, notice, self.is_finite, self._gradients)
+
+    def _gradients(self) -> tuple[Gradients, Shards | None]:
+        return self.step.means, self.step.update.mean_shards
+
+    def means(self) -> tuple[Gradients, Leaf]:
+        """Return the mean gradients for the update, and the control words with the mean loss and weight."""
+        return self.step.update_means, self.step.program.places.with_means(self.control, self.tail)
+
+    def apply(self, variables: Variables, optimizer_state: OptimizerState) -> tuple[Variables, OptimizerState]:
+        """Return new trained variables and optimizer state; the old ones are used up."""
+        return self.step.update.apply(variables, optimizer_state, *self.means())
+
+    def model_state(self) -> Tree:
+        """Return the model state after the step."""
+        return self.kept
 
 
 @dataclass(frozen=True)
@@ -96,13 +121,8 @@ class FusedPending:
         """No exchange: there is no bucket."""
         raise AssertionError("a step of the only replica exchanges nothing")
 
-    @property
-    def arrived(self) -> Arrived:
-        """The metrics and the notice, without gradients: recorded steps are never made in one program."""
-        return Arrived(self.names, self.tail, float(self.notice), True, lambda: ({}, None))
 
-
-JaxPendings: TypeAlias = JaxPending | DevicePending | FusedPending
+JaxPendings: TypeAlias = HostPending | DevicePending | FusedPending
 
 
 @final
@@ -140,7 +160,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         self._fused = FusedPrograms(programs, options.seed)
         self._rows = JaxRows(replicas, options, is_recorded)
         self._queue = StepQueue()
-        self._parts = HeldParts(replicas, programs, options)
+        self._parts = ShardBackups(replicas, programs, options)
         self._parted = PartedUpdate(replicas, is_recorded)
         self._rates = LearningRates(programs.optimizer)
 
@@ -152,112 +172,73 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         self._parted.begin()
         step = self._programs.prepare(state, batch)
         state = self._programs.unchanging(state)
-        if isinstance(step, DeviceStep):
-            return self._begun_on_device(step, state, batch, notice)
-        may_fuse = self.may_fuse and not step.program.places.is_weighted and not self._are_looked_at(state.step)
-        made = self._fused.made(step, state, [batch], self._in_parts) if may_fuse else None
+        made = self._made_at_once(step, state, batch)
         if made is not None:
             return FusedPending(step.program.names, made[1], notice, made[0])
+        if isinstance(step, DeviceStep):
+            arguments = partial(self._programs.arguments, state, unchanging(batch))
+            return DevicePending.begun(step, state, notice, arguments)
         return self._begun(step, state, batch, control_of(state, notice))
+
+    def _made_at_once(self, step: PreparedStep | DeviceStep, state: TrainState, batch: Batch) -> Made | None:
+        """Make a step of a single replica in one program; return None if it has to be made in parts."""
+        if not self.may_fuse or step.program.places.is_weighted or self._are_looked_at(state.step):
+            return None
+        if isinstance(step, PreparedStep):
+            return self._fused.made(step, state, [batch], self._in_parts)
+        return None if self._replicas.devices.is_cpu else self._fused.on_device(step, state, batch)
 
     def _are_looked_at(self, first: int, count: int = 1) -> bool:
         """Return whether norms or histograms are due in one of `count` steps, of which `first` is the first one."""
         settings = self._replicas.distributions
         return settings is not None and any(map(settings.are_due, range(first, first + count)))
 
-    def _begun_on_device(self, step: DeviceStep, state: TrainState, batch: Batch, notice: bool) -> JaxPendings:
-        may_fuse = self.may_fuse and not step.program.places.is_weighted and not self._are_looked_at(state.step)
-        if may_fuse and not self._replicas.devices.is_cpu:
-            made = self._fused.on_device(step, state, batch)
-            if made is not None:
-                return FusedPending(step.program.names, made[1], notice, made[0])
-
-        def arguments(control: Leaf) -> tuple[Tree, Sequence[Tree], Tree]:
-            return self._programs.arguments(state, unchanging(batch), control)
-
-        return DevicePending.begun(step, state, notice, arguments)
-
-    def _begun(self, step: PreparedStep, state: TrainState, batch: Batch, control: np.ndarray) -> JaxPending:
+    def _begun(self, step: PreparedStep, state: TrainState, batch: Batch, control: np.ndarray) -> HostPending:
         step.gradients.dispatch(*self._programs.arguments(state, batch, control))
-        return JaxPending(step, state, control, self._buckets(step))
-
-    def _buckets(self, step: PreparedStep) -> Iterator[tuple[Bucket, Buffers]]:
-        for bucket, contributions in step.gradients.collect():
-            step.update.wait()  # the previous update may still read the memory of the results
-            yield bucket, contributions
+        return HostPending(step, state, control)
 
     @override
-    def arrived(self, pending: JaxPendings) -> Arrived:
+    def finish_exchange(self, pending: JaxPendings) -> ExchangeResult:
         if isinstance(pending, FusedPending):
-            return pending.arrived
-        if isinstance(pending, DevicePending):
-            return self._arrived_on_device(pending)
-        step, state = pending.step, pending.state
-        program = step.program
-        self._raise_if_feeds_differ()
-        if state.residuals is not None or state.model_state is not None:
-            pending.kept = self._kept(step, state)
-        tail = pending.tail = program.places.weighted(step.tail.copy())
-        is_weighted = self._is_weighted(program, state, tail)
+            # Without gradients: recorded steps are never made in one program.
+            return ExchangeResult(pending.names, pending.tail, float(pending.notice), True, lambda: ({}, None))
+        program, state = pending.step.program, pending.state
+        if isinstance(pending, HostPending):
+            self._raise_if_feeds_differ()
+            if state.model_state is not None:
+                pending.kept = self._kept(pending.step, state)
+        result = pending.finish_exchange()
+        if program.places.is_weighted:  # on a device, only weights and check_numerics wait for every step
+            pending.is_weighted = self._is_weighted(program, state, np.asarray(result.tail))
+            result = replace(result, is_weighted=pending.is_weighted)
         if self._options.check_numerics:
-            self._raise_if_not_finite(state, tail[-program.places.flags :])
-        is_finite = self._options.scaling is None or bool(tail[program.places.finite] == 0)
-        pending.is_applied = is_weighted and is_finite
-        notice = float(tail[program.places.notice])
-        return Arrived(program.names, tail, notice, is_finite, lambda: self._means(pending), is_weighted)
-
-    def _arrived_on_device(self, pending: DevicePending) -> Arrived:
-        arrived, program = pending.arrived(), pending.step.program
-        if program.places.is_weighted:  # only weights and check_numerics wait for every step
-            pending.is_weighted = self._is_weighted(program, pending.state, np.asarray(arrived.tail))
-            arrived = replace(arrived, is_weighted=pending.is_weighted)
-        if self._options.check_numerics:
-            self._raise_if_not_finite(pending.state, np.asarray(arrived.tail)[-program.places.flags :])
-        return arrived
+            self._raise_if_not_finite(state, np.asarray(result.tail)[-program.places.flags :])
+        return result
 
     def _is_weighted(self, program: ReplicaProgram, state: TrainState, tail: np.ndarray) -> bool:
-        """Return whether losses have a weight above 0, or no weights; raise if they have no mean."""
-        if not program.places.is_weighted:
-            return True
+        """Return whether losses have a weight above 0; raise if they have no mean."""
         weight, zero_weight = float(tail[program.places.weight]), self._options.zero_weight
         needs_finite = program.weighs_losses
         return is_weighted(weight, state.step, zero_weight, needs_finite=needs_finite, least=LEAST_WEIGHT)
-
-    def _means(self, pending: JaxPending) -> tuple[Gradients, Shards | None]:
-        return pending.step.means, pending.step.update.mean_shards
 
     @override
     def update(self, pending: JaxPendings, scale: LossScale | None) -> TrainState:
         if isinstance(pending, FusedPending):
             return self._queued(pending.after, pending.tail)
-        if isinstance(pending, DevicePending):
-            return self._queued(self._updated_on_device(pending, scale), pending.tail)
-        state, step = pending.state, pending.step
-        if not pending.is_applied:
-            return replace(state, step=state.step + 1, loss_scale=scale)
-        trainable = step.program.trainable
-        if state.held is not None:
-            control = step.program.places.with_means(pending.control, pending.tail)
-            return self._parted_update(step, state, step.arrived_means, control, scale, pending.kept)
-        trained, optimizer_state = step.update.apply(
-            trainable.pick(state.variables),
-            state.optimizer_state,
-            step.arrived_means,
-            step.program.places.with_means(pending.control, pending.tail),
-        )
-        variables = trainable.put(state.variables, trained)
-        return TrainState(variables, optimizer_state, state.step + 1, scale, *pending.kept)
+        return self._queued(self._updated(pending, scale), pending.tail)
 
-    def _updated_on_device(self, pending: DevicePending, scale: LossScale | None) -> TrainState:
+    def _updated(self, pending: HostPending | DevicePending, scale: LossScale | None) -> TrainState:
         state = pending.state
-        if not pending.is_weighted:
+        decides = state.held is not None or isinstance(pending, HostPending)  # else the device's program decides
+        if not pending.is_weighted or (decides and not bool(pending.is_finite)):
             return replace(state, step=state.step + 1, loss_scale=scale)
-        if state.held is None:
-            return pending.updated(scale)
-        means, _, control = pending.step.flat.unpacked(pending.means, pending.control)
-        if not bool(pending.is_finite):
-            return replace(state, step=state.step + 1, loss_scale=scale)
-        return self._parted_update(pending.step, state, means, control, scale, (None, pending.model_state()))
+        if state.held is not None:
+            means, control = pending.means()
+            return self._parted_update(pending.step, state, means, control, scale, pending.model_state())
+        trainable, model_state = pending.step.program.trainable, pending.model_state()
+        trained, optimizer_state = pending.apply(trainable.pick(state.variables), state.optimizer_state)
+        variables = trainable.put(state.variables, trained)
+        return TrainState(variables, optimizer_state, state.step + 1, scale, model_state)
 
     def _parted_update(
         self,
@@ -266,10 +247,9 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         means: Gradients,
         control: Leaf,
         scale: LossScale | None,
-        kept: tuple[Tree, Tree],
+        model_state: Tree,
     ) -> TrainState:
-        residuals, model_state = kept
-        after = replace(before, step=before.step + 1, loss_scale=scale, residuals=residuals, model_state=model_state)
+        after = replace(before, step=before.step + 1, loss_scale=scale, model_state=model_state)
         after = self._parts.copied(after)
         return self._parted.apply(ReadyStep(step.update, step.program.trainable, means, control, before, after))
 
@@ -279,19 +259,14 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
             self._queue.add(state.step - 1, tail)
         return state
 
-    def _kept(self, step: PreparedStep, state: TrainState) -> tuple[Tree, Tree]:
-        """Return the new residuals and model state. Collective if some leaves of the model state are replica 0's."""
-        rule, device = step.program.rule, self._replicas.variables_device
-        kept = [step.program.unpack_kept(of_replica) for of_replica in step.gradients.kept()]
-        residuals, of_state = zip(*kept, strict=True)
-        new = {**of_state[0], **rule.arrived(state.model_state, step.state_means)}
-        if new[MEAN]:
-            new[MEAN] = jax.device_put(new[MEAN], device)
-        if new[FIRST] and self._replicas.communicator.size > 1:  # replica 0 is on the first instance
-            new[FIRST] = self._replicas.broadcast(new[FIRST])
-        if new[PER_REPLICA]:
-            new[PER_REPLICA] = self._replicas.devices.place(_joined([each[PER_REPLICA] for each in of_state]))
-        return None if state.residuals is None else _joined(residuals), rule.put(state.model_state, new)
+    def _kept(self, step: PreparedStep, state: TrainState) -> Tree:
+        """Return the new model state. Collective if some of its leaves are replica 0's."""
+        result = step.program.rule.put_means(state.model_state, step.gradients.means[step.program.num_gradients :])
+        if result[MEAN]:
+            result = {**result, MEAN: jax.device_put(result[MEAN], self._replicas.variables_device)}
+        return model_state_after(
+            step.program, self._replicas, state.model_state, step.gradients.kept(), result, _joined
+        )
 
     def _raise_if_feeds_differ(self) -> None:
         """Raise if replicas have used feeds differently. Their programs have ended, and the state is unchanged."""
@@ -345,17 +320,22 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         self._replicas.reducer.begin()
         for batch in batches:
             pending = self._begun(step, state, batch, control_of(state))
-            for bucket, contributions in pending.buckets:
-                pending.exchange.reduce(bucket, contributions)
-            tails.append(np.asarray(self.arrived(pending).tail))
-            state = self.update(pending, state.loss_scale)
+            state = self._completed(pending, state.loss_scale)
+            tails.append(pending.tail)
         return state, tails[0] if len(tails) == 1 else np.stack(tails)
+
+    def _completed(self, pending: JaxPendings, scale: LossScale | None) -> TrainState:
+        """Return the state after a step that has begun, with the scale of the next loss. Collective."""
+        for bucket, contributions in pending.buckets:
+            pending.exchange.reduce(bucket, contributions)
+        self.finish_exchange(pending)
+        return self.update(pending, scale)
 
     # ---- without training
 
     @override
-    def tell(self, task: EvaluationTask, state: TrainState, batch: Masked) -> Begun:
-        return self._rows.tell(task, self._parts.cut(state), batch)
+    def begin_task(self, task: EvaluationTask, state: TrainState, batch: Masked) -> PendingBatch:
+        return self._rows.begin_task(task, self._parts.cut(state), batch)
 
     # ---- the state
 
@@ -368,14 +348,13 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         rule = self._options.rule_of(state.model_state)
         same = self._same_everywhere(state, rule)
         parts = (same.variables, same.optimizer_state, same.loss_scale, same.model_state, np.int32(state.step))
-        variables, optimizer_state, scale, model_state, step = send(rooms(parts))
+        variables, optimizer_state, scale, model_state, step = send(receive_buffers(parts))
         own = self._parted.parts_at(int(step)) or state
         return TrainState(
             variables,
             own.optimizer_state if self._options.shards_state else optimizer_state,
             int(step),
             scale,
-            own.residuals,
             rule.with_own(model_state, rule.pick(own.model_state, PER_REPLICA)),
             own.held,
         )
@@ -400,7 +379,6 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         """Return the state without the arrays that each instance holds only in part."""
         return replace(
             state,
-            residuals=None,
             optimizer_state=None if self._options.shards_state else state.optimizer_state,
             model_state=rule.map_own(lambda leaf: None, state.model_state),
         )
@@ -408,9 +386,9 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
     # ---- for sinks of metrics
 
     @override
-    def layers(self, state: TrainState, pending: JaxPendings, arrived: Arrived) -> Layers:
+    def layers(self, state: TrainState, pending: JaxPendings, result: ExchangeResult) -> Layers:
         assert not isinstance(pending, FusedPending)  # a step that is looked at is never made in one program
-        return self.of_layers.of(state, pending.step.program, pending.tail, arrived)
+        return self.of_layers.of(state, pending.step.program, pending.tail, result)
 
     @override
     def learning_rates(self, state: TrainState, steps: int) -> Callable[[int], Mapping[str, float]] | None:
@@ -419,8 +397,8 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
     # ---- spares
 
     @override
-    def unread(self, state: TrainState, step: int, wait: Callable[[], None]) -> TrainState:
-        state = unread(state, wait)
+    def placeholder_state(self, state: TrainState, step: int, wait: Callable[[], None]) -> TrainState:
+        state = placeholders_like(state, wait)
         return replace(state, step=step)
 
     @override
@@ -429,12 +407,12 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         return found
 
     @override
-    def resolve(self, state: TrainState, values: TrainState) -> None:
-        resolve(replace(state, step=0), replace(values, step=0))  # the step belongs to the structure
+    def fill(self, state: TrainState, values: TrainState) -> None:
+        fill(replace(state, step=0), replace(values, step=0))  # the step belongs to the structure
 
     @override
     def hand_over(self, state: TrainState, root: int, joins: bool) -> TrainState:
-        handed = self._shared(blank(state), partial(self._replicas.hand_over, root=root, joins=joins))
+        handed = self._shared(zeros_for_placeholders(state), partial(self._replicas.hand_over, root=root, joins=joins))
         return handed if joins else state
 
     @override
@@ -442,11 +420,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         state = self.share(state, 0)  # places arrays as `hand_over` does, for which the update is compiled
         try:
             if self._programs.is_independent(state, batch):
-                pending = self.begin(state, batch, False)
-                for bucket, contributions in pending.buckets:
-                    pending.exchange.reduce(bucket, contributions)
-                self.arrived(pending)
-                jax.block_until_ready(self.update(pending, state.loss_scale))
+                jax.block_until_ready(self._completed(self.begin(state, batch, False), state.loss_scale))
         finally:
             self._programs.rest()
 
@@ -468,9 +442,6 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         scaling, place = self._options.scaling, self._replicas.devices.place
         trained = self._programs.trained(snapshot.variables)
         local = len(self._replicas.local_replicas)
-        residuals = None
-        if self._options.transfer.is_quantised:
-            residuals = list(map(place, Int8Layout.of(jax.tree.leaves(trained)).new_residuals(local)))
         scale = snapshot.loss_scale
         if scaling is not None and scale is None:
             scale = scaling.start()
@@ -479,7 +450,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         given = snapshot.optimizer_state
         update = self._programs.update_of(snapshot.variables)
         optimizer_state = update.init(trained) if given is None else update.adopt(given)
-        state = TrainState(snapshot.variables, optimizer_state, snapshot.step, scale, residuals, of_all)
+        state = TrainState(snapshot.variables, optimizer_state, snapshot.step, scale, of_all)
         return self._parts.begun(state)
 
     def whole(self, state: TrainState) -> TrainState:
@@ -489,7 +460,6 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         return replace(
             state,
             optimizer_state=self._programs.update_of(state.variables).whole(state.optimizer_state),
-            residuals=jax.tree.map(of_all, state.residuals),
             model_state=self._options.rule_of(state.model_state).map_own(of_all, state.model_state),
         )
 

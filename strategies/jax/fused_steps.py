@@ -4,12 +4,15 @@ With several replicas, the means of gradients are made between two programs, and
 single replica has nothing to wait for: its gradients stay inside of XLA, and so do several steps in a row.
 
 XLA may round differently there, because it compiles the body of a loop in another way than a program of its own. Then
-some gradients of convolutions differ in their last bits (seen on CPU). So a program is compared before it is used.
+some gradients of convolutions differ in their last bits (seen on CPU). So a program is compared before it is used, for
+the given values and for random ones. At the start of a training equal bits would mean little. A last layer of zeros
+makes all other gradients zero, and a learning rate that warms up from zero changes no variable.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,18 +23,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.core.metrics import UnreadArray
-from strategies.jax.comparing.exactness import are_same, probe_of
-from strategies.jax.gradients.model_state import ALIKE, FIRST, MEAN, SUM
+from strategies.jax.gradients.model_state import ALIKE, FIRST, MEAN, STEP, SUM
 from strategies.jax.gradients.replica_program import ReplicaProgram
-from strategies.jax.gradients.tail import STEP
 from strategies.jax.on_device.step import DeviceStep
 from strategies.jax.preparation import PreparedStep, StepPrograms, control_of
-from strategies.jax.programs.program import jit
-from strategies.jax.replicas.dealing import unchanging
+from strategies.jax.programs.compilation import jit
 from strategies.jax.replicas.devices import is_key
+from strategies.jax.replicas.sharding import unchanging
 from strategies.jax.updates.update import WholeStateUpdate
-from strategies.train_state import TrainState
-from strategies.typing import Batch, Tree, Variables
+from strategies.typing import Batch, Leaf, Tree, Variables
+from strategies.values import TrainState
 
 logger = logging.getLogger("strategies.jax")
 
@@ -133,8 +134,8 @@ class FusedPrograms:
             return "the loss function calls back into Python, as feeds do"
         probe, others = probe_of(state, batches, self._seed)
         # The gradients are compared too, because a learning rate of zero hides them in the variables.
-        wanted = self._programs.gradients_of(step.gradients, probe, others[-1])[-1]
-        is_same = are_same(wanted, fused.last_gradients(probe, others))
+        wanted = self._programs.results_of(step, probe, others[-1])[-1]
+        is_same = _are_same(wanted, fused.last_gradients(probe, others))
         if is_same and len(batches) == 1:
             is_same = _have_same_bits(in_parts(step, _copy(probe), others), fused(_copy(probe), others))
         return "" if is_same else _OTHER_BITS
@@ -152,7 +153,7 @@ class FusedSteps:
         self._program = program
         self._update = update
         self._jitted = jit(self._steps, donate_argnums=(0,))
-        self._run = update.in_turn(self._jitted)
+        self._run = update.compiled_once(self._jitted)
 
     def __call__(self, state: TrainState, batches: Sequence[Batch]) -> Made:
         """Make one step with each batch; the batches have equal shapes. The state is used up."""
@@ -206,19 +207,19 @@ class FusedSteps:
         program, rule = self._program, self._program.rule
         trained, optimizer_state = learned
         variables = program.trainable.put(frozen, trained)
-        results = program(variables, batch, index, control, [], [], rule.begun(model_state))
+        results = program(variables, batch, index, control, [], rule.begun(model_state))
         # Steps in parts compute these values in programs of their own, so XLA must not fuse them here.
         tail, *others = results = jax.lax.optimization_barrier(tuple(results))
         count, end = program.num_gradients, len(program.results)
         means = jax.tree.unflatten(jax.tree.structure(trained), others[:count])
-        kept = program.unpack_kept(others[end:])[1]
-        new = {**self._arrived(model_state, others[count:end]), FIRST: kept[FIRST], ALIKE: kept[ALIKE]}
+        kept = program.unpack_kept(others[end:])
+        new = {**self._put_means(model_state, others[count:end]), FIRST: kept[FIRST], ALIKE: kept[ALIKE]}
         *learned, _ = self._update.traced(trained, optimizer_state, means, program.places.with_means(control, tail))
         return tuple(learned), rule.put(model_state, new), results
 
-    def _arrived(self, model_state: Tree, means: Sequence[jax.Array]) -> Mapping[str, Sequence[jax.Array]]:
+    def _put_means(self, model_state: Tree, means: Sequence[jax.Array]) -> Mapping[str, Sequence[jax.Array]]:
         """Return the new leaves of a model state that are means or sums over replicas; here there is one replica."""
-        averaged = self._program.rule.words.count(MEAN)
+        averaged = self._program.rule.reductions.count(MEAN)
         pairs = zip(self._program.rule.pick(model_state, SUM), means[averaged:], strict=True)
         return {MEAN: means[:averaged], SUM: [old + mean for old, mean in pairs]}
 
@@ -253,12 +254,39 @@ def _stacked(batches: Sequence[Batch]) -> Tree:
 
 def _have_same_bits(one: Made, other: Made) -> bool:
     trees = [(state.variables, state.optimizer_state, state.model_state, tails) for state, tails in (one, other)]
-    return are_same(*map(_numbers, trees))
+    return _are_same(*map(_numbers, trees))
+
+
+def _are_same(some: Sequence[Leaf], others: Sequence[Leaf]) -> bool:
+    """Return whether arrays are the same to the last bit."""
+    pairs = zip(some, others, strict=True)
+    return all(np.asarray(one).tobytes() == np.asarray(other).tobytes() for one, other in pairs)
 
 
 def _numbers(tree: Tree) -> list[jax.Array]:
     """Return the leaves of a tree, with random keys as their numbers."""
     return [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in jax.tree.leaves(tree)]
+
+
+def probe_of(state: TrainState, batch: Batch, seed: int) -> tuple[TrainState, Batch]:
+    """Return a state with random variables, and a random batch, of the same shapes, dtypes and devices.
+
+    Variables are scaled so that outputs have unit variance, as the batch has. Integers, such as labels, are kept.
+    """
+    variables = _like(state.variables, seed, lambda leaf: max(1, math.prod(leaf.shape[:-1])))
+    return replace(state, variables=variables), _like(batch, seed, lambda leaf: 1)
+
+
+def _like(tree: Tree, seed: int, inputs_of: Callable[[Leaf], int]) -> Tree:
+    random = np.random.default_rng(seed)
+
+    def draw(leaf: Leaf) -> Leaf:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        drawn = (random.standard_normal(leaf.shape) / math.sqrt(inputs_of(leaf))).astype(leaf.dtype)
+        return jax.device_put(drawn, leaf.sharding) if isinstance(leaf, jax.Array) else drawn
+
+    return jax.tree.map(draw, tree)
 
 
 def _copy(state: TrainState) -> TrainState:

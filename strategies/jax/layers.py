@@ -10,18 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.core.distributions import Layers, layer_names
-from strategies.core.engine import Arrived
-from strategies.core.metrics import UnreadArray
+from strategies.core.engine import ExchangeResult
+from strategies.core.metrics import Layers, UnreadArray, layer_names
 from strategies.jax.gradients.replica_program import ReplicaProgram
 from strategies.jax.options import StepOptions
 from strategies.jax.preparation import StepPrograms
-from strategies.jax.programs.program import jit
+from strategies.jax.programs.compilation import jit
 from strategies.jax.replicas.devices import borrow
 from strategies.jax.replicas.replicas import Replicas
-from strategies.jax.replicas.shards import PartOfArray
-from strategies.train_state import TrainState
+from strategies.jax.replicas.variables import PartOfArray
 from strategies.typing import Leaf
+from strategies.values import TrainState
 
 
 @final
@@ -44,22 +43,27 @@ class JaxLayers:
         self._options = options
         self._known: tuple[object, tuple[str, ...]] | None = None  # the names, and what they were made of
 
-    def of(self, state: TrainState, program: ReplicaProgram, tail: UnreadArray, arrived: Arrived) -> Layers:
+    def of(self, state: TrainState, program: ReplicaProgram, tail: UnreadArray, result: ExchangeResult) -> Layers:
         """Return the layers of a step whose exchange has arrived.
 
         Args:
             state: State before the step.
             program: Computation of a replica.
             tail: Values that travelled behind the gradients.
-            arrived: Results of the exchange.
+            result: Results of the exchange.
         """
         paths, structure = jax.tree_util.tree_flatten_with_path(self._programs.trained(state.variables))
         chosen = None if self.variable_names is None else tuple(self.variable_names)
         if self._known is None or self._known[0] != (structure, chosen):
             of_paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
-            self._known = (structure, chosen), layer_names(_named(of_paths, chosen))
+            if chosen is not None and len(chosen) != len(paths):
+                raise ValueError(
+                    f"variable_names has {len(chosen)} names, but {len(paths)} variables are trained: "
+                    f"{', '.join(of_paths)}; give each of them a name, in this order"
+                )
+            self._known = (structure, chosen), layer_names(of_paths if chosen is None else chosen)
         names, variables = self._known[1], [leaf for _, leaf in paths]
-        means, shards = arrived.gradients()
+        means, shards = result.gradients()
 
         def gathered(number: int, part: Leaf) -> np.ndarray:
             assert shards is not None
@@ -86,16 +90,6 @@ class JaxLayers:
     @cached_property
     def _norms(self) -> jax.stages.Wrapped:
         return jit(lambda leaves: jnp.stack([_norm(leaf.astype(jnp.float32)) for leaf in leaves]))
-
-
-def _named(paths: Sequence[str], chosen: tuple[str, ...] | None) -> Sequence[str]:
-    """Return the chosen names of variables, or else their paths; raise if their number is wrong."""
-    if chosen is not None and len(chosen) != len(paths):
-        raise ValueError(
-            f"variable_names has {len(chosen)} names, but {len(paths)} variables are trained: {', '.join(paths)}; "
-            "give each of them a name, in this order"
-        )
-    return paths if chosen is None else chosen
 
 
 def _norm(leaf: jax.Array) -> jax.Array:

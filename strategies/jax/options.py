@@ -14,9 +14,9 @@ from popdist.switches import require_switches, require_switches_or_none
 from strategies.argument_checks import positive
 from strategies.core.options import CommonOptions, CommonOptionsByName, completed, name_of_dtype
 from strategies.defaults import Defaults
-from strategies.exchange.shards import Shards
-from strategies.jax.gradients.arguments import Filter
-from strategies.jax.gradients.computation import ReplicaPlan
+from strategies.exchange.flat import Shards
+from strategies.jax.gradients.computation import Filter
+from strategies.jax.gradients.gradient_programs import ReplicaPlan
 from strategies.jax.gradients.model_state import ModelStateRule, check_aggregation, has_own
 from strategies.jax.gradients.replica_program import Accumulation, Precision, ReplicaProgram, ReplicaShapes, float_dtype
 from strategies.jax.programs.recomputation import Policy
@@ -78,13 +78,13 @@ class StepOptions(CommonOptions):
             replica 0's value. "per_replica": each replica keeps its own. "sum":
             replicas begin at zero, and the sum over all replicas is added to the old value. "alike": every replica
             computes the same value, so nothing travels. "constant": the value stays. None: the mean of floating-point
-            leaves, and replica 0's value of others. Not with gradients as int8.
+            leaves, and replica 0's value of others.
         trainable: Choice of the trained variables; None for all. It is a function `(name, variable) -> bool` of names
             such as `['dense']['kernel']`, or a pytree of bools that is a prefix of the variables. Other variables keep
             their bits, may have any dtype, and have no gradients. The optimizer state is made for a tree with None in
             their places.
         pipeline: Cut of a replica into stages that run on several devices, or None. Not with `recompute`, because a
-            pipeline recomputes by itself, and not with gradients as int8.
+            pipeline recomputes by itself.
 
     Raises:
         TypeError: An option has a wrong type, see `CommonOptions`.
@@ -111,9 +111,9 @@ class StepOptions(CommonOptions):
         check_aggregation(self.model_state_aggregation)
         _ = self.precision  # raises if the dtype is not a float
         if self.pipeline is not None:
-            self._refuse_with_pipeline()
+            self._check_pipeline_options()
 
-    def _refuse_with_pipeline(self) -> None:
+    def _check_pipeline_options(self) -> None:
         if self.map_gradient is not None and self.scaling is not None:
             raise ValueError(
                 "in a pipeline map_gradient would get gradients that loss_scaling has multiplied; use only one of them"
@@ -122,11 +122,6 @@ class StepOptions(CommonOptions):
             raise ValueError(
                 f"recompute is {_named(self.recompute)!r}, but the stages of a pipeline recompute by themselves; leave "
                 "recompute out, and use Pipelining(recompute=True)"
-            )
-        if self.transfer.is_quantised:
-            raise ValueError(
-                "gradient_transfer_dtype is int8, whose blocks span all gradients, but in a pipeline gradients leave "
-                "stage by stage; use float16 or bfloat16"
             )
 
     @cached_property
@@ -148,13 +143,8 @@ class StepOptions(CommonOptions):
         """Return the rule by which replicas agree on this model state.
 
         Raises:
-            ValueError: See `ModelStateRule.of`; or gradients travel as int8.
+            ValueError: See `ModelStateRule.of`.
         """
-        if model_state is not None and self.transfer.is_quantised:
-            raise ValueError(
-                "gradient_transfer_dtype is int8, but means of a model state do not travel with int8 gradients; use "
-                "float16 or bfloat16"
-            )
         return ModelStateRule.of(model_state, self.model_state_aggregation if model_state is not None else None)
 
     def shapes_of_replica(self, model_state: Tree) -> Tree:
@@ -174,7 +164,7 @@ class StepOptions(CommonOptions):
         return UpdateSettings(
             seed=self.seed,
             gradient_dtype=self.gradient_accumulation_dtype,
-            unscales=self.scaling is not None and not self.transfer.is_quantised,
+            unscales=self.scaling is not None,
             rounds_stochastically=self.stochastic_rounding,
             offloads_state=bool(self.offload_optimizer_state),
             shards_state=self.shards_state,
@@ -183,22 +173,20 @@ class StepOptions(CommonOptions):
 
     @property
     @override
-    def own_part(self) -> str | None:
+    def unrecoverable_part(self) -> str | None:
         has_own_model_state = has_own(self.model_state_aggregation)
-        return super().own_part or ("model state of single replicas" if has_own_model_state else None)
+        return super().unrecoverable_part or ("model state of single replicas" if has_own_model_state else None)
 
     @property
     def needs_host(self) -> str | None:
         """The option that sends gradients through the host, in words; None if they may stay on the device."""
-        if self.transfer.is_quantised:
-            return "gradients travel as int8"
         return None if self.pipeline is None else "replicas are pipelines"
 
     @property
     def may_fuse(self) -> bool:
         """Whether a step, or several, may be one program."""
         is_plain = self.scaling is None and self.pipeline is None
-        return is_plain and not self.transfer.is_quantised and not self.check_numerics
+        return is_plain and not self.check_numerics
 
     @property
     @override

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,37 +16,32 @@ import numpy as np
 
 from strategies.core.agreement import insist_on_agreement
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
-from strategies.exchange.choice import asked_exchange
-from strategies.exchange.means import Allocate, Bucket, Means
-from strategies.exchange.on_device import AUTO, DevicePath
-from strategies.exchange.shards import Shards
+from strategies.exchange.choice import AUTO, DevicePath, asked_exchange
+from strategies.exchange.means import Bucket, Means
 from strategies.jax.comparing.agreement import digest_of_programs, lines_of, terms_of
-from strategies.jax.comparing.exactness import OfReplicas, have_same_gradients, is_so_everywhere
-from strategies.jax.gradients.arguments import Trainable, check_takes_state
-from strategies.jax.gradients.computation import ReplicaGradients, ReplicaPlan
-from strategies.jax.gradients.copies import copies_for
-from strategies.jax.gradients.gradient_programs import JaxGradientPlan
-from strategies.jax.gradients.model_state import PER_REPLICA
+from strategies.jax.gradients.computation import Trainable, check_takes_state
+from strategies.jax.gradients.gradient_copies import copies_for
+from strategies.jax.gradients.gradient_programs import (
+    GradientPrograms,
+    JaxGradientPlan,
+    ReplicaGradients,
+    ReplicaPlan,
+)
+from strategies.jax.gradients.model_state import PER_REPLICA, control_words
 from strategies.jax.gradients.replica_program import ReplicaProgram, ReplicaShapes
-from strategies.jax.gradients.tail import control_words
-from strategies.jax.on_device.gradients import DeviceGradients
 from strategies.jax.on_device.paths import path_for
-from strategies.jax.on_device.step import DeviceStep
-from strategies.jax.on_device.update import FlatUpdate
+from strategies.jax.on_device.step import DeviceGradients, DeviceStep, FlatUpdate
 from strategies.jax.options import StepOptions
-from strategies.jax.programs.captures import Reads
-from strategies.jax.programs.compilation import explain_recompilation
-from strategies.jax.programs.program import key_of, shapes_of
+from strategies.jax.programs.captures import CapturedValues, RepeatedTrace
+from strategies.jax.programs.compilation import explain_recompilation, key_of, shapes_of
 from strategies.jax.programs.recomputation import recomputing
-from strategies.jax.programs.xla_pitfalls import refuse_cut_integers
-from strategies.jax.replicas.dealing import unchanging
+from strategies.jax.programs.xla_pitfalls import check_integers_fit
 from strategies.jax.replicas.replicas import Replicas
-from strategies.jax.updates.in_place import in_place
+from strategies.jax.replicas.sharding import unchanging
 from strategies.jax.updates.optimizers import AnyOptimizer
-from strategies.jax.updates.sharded_update import update_for
-from strategies.jax.updates.update import VariableUpdate
-from strategies.train_state import TrainState
-from strategies.typing import Batch, Function, Gradients, Leaf, LossFunction, Tree, Variables
+from strategies.jax.updates.update import VariableUpdate, in_place, update_for
+from strategies.typing import Batch, Function, Gradients, Leaf, LossFunction, OptimizerState, Tree, Variables
+from strategies.values import TrainState
 
 logger = logging.getLogger("strategies.jax")
 
@@ -58,44 +54,23 @@ class PreparedStep:
         program: Computation of a replica.
         gradients: Programs that compute it on all local replicas.
         means: Memory of the mean gradients, as a pytree like the trained variables.
-        state_means: Memory of the means of leaves of the model state.
         exchange: Exchange that computes the means on all instances.
         update: Update of the variables by the means.
         read_means: Mean gradients as the update reads them, in the same memory.
-        tail: Memory of the mean tail.
     """
 
     program: ReplicaProgram
     gradients: ReplicaGradients
     means: Gradients
-    state_means: Sequence[np.ndarray]
     exchange: Means
     update: VariableUpdate
     read_means: Gradients
-    tail: np.ndarray
 
     @property
-    def arrived_means(self) -> Gradients:
+    def update_means(self) -> Gradients:
         """The mean gradients in the memory from which the update reads: on a GPU if they were copied there."""
         copies = self.gradients.copies
         return self.read_means if copies is None else copies.means(self.means)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """The plan of a replica's step, independent of the number of local replicas, without memory for gradients.
-
-    Attributes:
-        program: Computation of a replica.
-        gradients: Compiled programs of it.
-        lines: Lines of the computation, to compare with other instances; empty if nothing is compared.
-        is_on_device: Whether gradients stay on the device.
-    """
-
-    program: ReplicaProgram
-    gradients: ReplicaPlan
-    lines: Sequence[str]
-    is_on_device: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,12 +129,13 @@ class StepPrograms:
         self._replicas = replicas
         self._functions = (loss_fn, *others)
         self._loss_fn = recomputing(loss_fn, options.recompute)
-        self._reads: Reads | None = None  # the values that the loss function read when it was traced
+        self._repeated: RepeatedTrace | None = None  # of the functions for the shapes that came last
+        self._trace_s = 0.0  # seconds that their trace took
         self.optimizer = optimizer
         self._options = options
         self._updates: dict[Any, VariableUpdate] = {}  # by the shapes of the trained variables
         self._is_recorded = is_recorded
-        self._plans: dict[Any, _Plan] = {}  # by the shapes of one replica's arguments
+        self._plans: dict[Any, ReplicaPlan] = {}  # by the shapes of one replica's arguments
         self.agreed: dict[str, str] = {}
         self._has_warned = False  # whether `warn_of_loss` was called
         self._path: DevicePath | None = None  # made before the first step that stays on the device
@@ -194,6 +170,8 @@ class StepPrograms:
         self._indices = self._placed_indices()
         self._steps: dict[Any, PreparedStep | DeviceStep] = {}
         self._latest: _Latest | None = None
+        if self._repeated is not None:
+            self._repeated.trace = None  # it would give the program for the replicas of before
         self._seen: list[Any] = []  # shapes of the batches for which a step exists
         # Collectives and feeds in a loss function belong to the instances for which it was traced.
         self._plans = {key: plan for key, plan in self._plans.items() if plan.program.is_independent}
@@ -215,7 +193,7 @@ class StepPrograms:
             control: Control words, see `control_words`.
         """
         own, shared = self._divided(state.model_state)
-        kept = self._devices.parts((state.residuals or [], own))
+        kept = self._devices.parts(own)
         parts = zip(self._devices.parts(batch), self._indices, kept, strict=True)
         return state.variables, [(rows, index, control, of_one) for rows, index, of_one in parts], shared
 
@@ -226,10 +204,11 @@ class StepPrograms:
         rule = self._options.rule_of(model_state)
         return rule.pick(model_state, PER_REPLICA), rule.map_own(lambda leaf: None, rule.begun(model_state))
 
-    def gradients_of(self, programs: ReplicaGradients, state: TrainState, batch: Batch) -> OfReplicas:
-        """Return the gradients of each local replica, computed by `programs`."""
-        programs.dispatch(*self.arguments(state, batch, control_of(state)))
-        return programs.leaves()
+    def results_of(self, step: PreparedStep, state: TrainState, batch: Batch) -> list[list[np.ndarray]]:
+        """Return the results of each local replica: the tail, gradients, and kept values."""
+        assert isinstance(step.gradients, GradientPrograms)
+        step.gradients.dispatch(*self.arguments(state, batch, control_of(state)))
+        return step.gradients.leaves()
 
     # ---- preparing
 
@@ -247,9 +226,11 @@ class StepPrograms:
         key = key_of(trained)
         found = self._updates.get(key)
         if found is None or found.is_outdated:
-            found = update_for(self._replicas, self.optimizer, self._options.of_update, trained)
-            self._updates[key] = found
+            found = self._updates[key] = self._new_update(trained)
         return found
+
+    def _new_update(self, trained: Variables) -> VariableUpdate:
+        return update_for(self._replicas, self.optimizer, self._options.of_update, trained)
 
     def prepare(self, state: TrainState, batch: Batch) -> PreparedStep | DeviceStep:
         """Return the step for this batch. Collective if its shapes are new.
@@ -259,9 +240,9 @@ class StepPrograms:
         """
         if self._devices is not self._replicas.devices:  # an instance was lost outside of a step
             self._claim_replicas()
-        if self._reads is not None:
-            self._reads.insist("in the batch, the model state or the state of the optimizer, or make a new Trainer")
-        self._replicas.dealing.refuse_others(batch)
+        if self._repeated is not None:
+            self._insist_on_same_program(self._repeated, state.step)
+        self._replicas.sharding.check_batch(batch)
         leaves, structure = jax.tree_util.tree_flatten((state.variables, state.model_state, batch))
         latest = self._latest
         if latest is None or not latest.fits(structure, leaves):
@@ -292,7 +273,7 @@ class StepPrograms:
 
     def _looked_up(self, state: TrainState, batch: Batch) -> PreparedStep | DeviceStep:
         """Return the step for this batch, prepared if its shapes are new. Collective if they are."""
-        refuse_cut_integers(batch)
+        check_integers_fit(batch)
         try:
             key = key_of((state.variables, state.model_state, batch))
         except AttributeError as error:
@@ -303,98 +284,104 @@ class StepPrograms:
             ) from error
         found = self._steps.get(key)
         if found is None:
-            reason = explain_recompilation(self._seen, batch)
-            if reason is not None:
+            if (reason := explain_recompilation(self._seen, batch)) is not None:
                 logger.info(reason)
             self._seen.append(shapes_of(batch))
-            reads = Reads(*self._functions)
+            reads = CapturedValues(*self._functions)
             found = self._steps[key] = self._prepared(state, batch)
+            self._repeated = self._repeated_trace(reads, state, batch)
             reads.settle()
-            self._reads = reads
         return found
 
-    def planned(self, state: TrainState, batch: Batch) -> tuple[ReplicaProgram, ReplicaPlan]:
-        """Return a replica's computation, with programs that are not compiled yet. Not collective.
+    def _insist_on_same_program(self, repeated: RepeatedTrace, step: int) -> None:
+        """Refuse functions that would be compiled to another program now. Collective in steps 8, 16, 32, ..."""
+        is_alone = (communicator := self._replicas.communicator).size == 1
+        doublings = (step if is_alone else step // 8).bit_length()  # in the first steps a collective would cost most
+        is_due = repeated.trace is not None and repeated.doublings != doublings  # calls may skip steps
+        repeated.doublings = doublings
+        if is_due:  # all instances trace, or none, so that all raise
+            is_cheap = np.array(repeated.is_cheap(), np.int64)
+            is_due = bool(is_cheap if is_alone else communicator.broadcast(is_cheap, name="whether to trace again"))
+        instead = "in the batch, the model state or the state of the optimizer, or make a new Trainer"
+        repeated.insist(instead, self._agree_on_lines if is_due else None)
 
-        Whether gradients can be streamed is found out only by running. In this plan they all come at the end.
+    def _agree_on_lines(self, lines: Sequence[str]) -> None:
+        if self._is_compared:
+            insist_on_agreement(self._replicas, [{"the loss function and the update, traced again,": lines}])
+
+    def _repeated_trace(self, reads: CapturedValues, state: TrainState, batch: Batch) -> RepeatedTrace:
+        """Return the check that the functions traced anew are the program for this batch."""
+        shapes, trained = self._shapes_of(state, batch), self.trained(shapes_of(state.variables))
+        plan = self._plans[key_of((shapes.variables, shapes.batch, shapes.model_state))]
+        optimizer_state, control = shapes_of(state.optimizer_state), control_of_update(plan.program, state)
+        programs: StepPrograms = weakref.proxy(self)  # device memory is freed with a Trainer, without a cycle
+
+        def lines(plan: ReplicaPlan, update: VariableUpdate) -> list[str]:
+            return [*plan.lines, *_lines_of(plan, update, trained, optimizer_state, control)]
+
+        begun_s = time.perf_counter()
+        before = lines(plan, self.update_of(shapes.variables))
+        trace_s = self._trace_s + time.perf_counter() - begun_s
+        again = None if plan.program.has_feeds else lambda: lines(programs._plan(shapes), programs._new_update(trained))
+        return RepeatedTrace(reads, before, again, trace_s)
+
+    def planned(self, state: TrainState, batch: Batch) -> ReplicaPlan:
+        """Return a replica's computation, with programs that are not compiled yet. Not collective.
 
         Args:
             state: State before the step; shapes and dtypes are enough.
             batch: Batch of the local replicas; shapes and dtypes are enough.
         """
-        plan = self._plan(self._shapes_of(state, batch))
-        return plan.program, plan.gradients
+        return self._plan(self._shapes_of(state, batch))
 
     def _shapes_of(self, state: TrainState, batch: Batch) -> ReplicaShapes:
-        of_replica = self._devices.replica_shape
-        return ReplicaShapes(
-            shapes_of(state.variables),
-            jax.tree.map(of_replica, batch),
-            jax.tree.map(of_replica, state.residuals or []),
-            self._options.shapes_of_replica(state.model_state),
-        )
+        rows, model_state = jax.tree.map(self._devices.replica_shape, batch), state.model_state
+        return ReplicaShapes(shapes_of(state.variables), rows, self._options.shapes_of_replica(model_state))
 
     def _prepared(self, state: TrainState, batch: Batch) -> PreparedStep | DeviceStep:
         self._open_path()
         shapes = self._shapes_of(state, batch)
-        key = key_of((shapes.variables, shapes.batch, shapes.residuals, shapes.model_state))
-        kept = self._kept(key)
-        plan = kept or self._plan(shapes)
+        key = key_of((shapes.variables, shapes.batch, shapes.model_state))
+        plan = self._plans.get(key)
+        if plan is None or (plan.is_on_device and not self._is_on_device):
+            begun_s = time.perf_counter()
+            plan = self._plan(shapes)
+            self._trace_s = time.perf_counter() - begun_s
         self._agree(state, batch, shapes, plan)
-        if kept is None:
-            plan = self._plans[key] = self._streaming(plan, shapes, state, batch)
+        self._plans[key] = plan
         self._log_effective_batch(shapes.batch)
         return self._of_device(plan, shapes) if plan.is_on_device else self._of_host(plan, shapes)
 
-    def _of_device(self, plan: _Plan, shapes: ReplicaShapes) -> DeviceStep:
-        assert isinstance(plan.gradients, JaxGradientPlan)
+    def _of_device(self, plan: ReplicaPlan, shapes: ReplicaShapes) -> DeviceStep:
+        assert isinstance(plan, JaxGradientPlan)
         assert self._path is not None
-        program, (layout,) = plan.program, plan.gradients.layouts
+        program, layout = plan.program, plan.layout
         update = self.update_of(shapes.variables)
         update.path = self._path
         structure = jax.tree.structure(program.trainable.pick(shapes.variables))
         return DeviceStep(
             program,
             Bucket("gradients", layout, (), frozenset()),
-            DeviceGradients(self._devices, plan.gradients, self._path.nodes, self._replicas.num_replicas_in_sync),
+            DeviceGradients(self._devices, plan, self._path.nodes, self._replicas.num_replicas_in_sync),
             self._path,
             update,
-            FlatUpdate(program, update, layout, structure, self._options.scaling is not None),
+            FlatUpdate(program, update, layout, structure),
             self._replicas,
         )
 
-    def _of_host(self, plan: _Plan, shapes: ReplicaShapes) -> PreparedStep:
+    def _of_host(self, plan: ReplicaPlan, shapes: ReplicaShapes) -> PreparedStep:
         communicator = self._replicas.communicator
-        gradients = self._programs(plan.gradients, communicator.allocate)
-        quantised = plan.program.quantised
-        exchange = Means(communicator, self._replicas.num_replicas_in_sync, quantised)
-        if quantised is None:
-            means = gradients.means[: plan.program.num_gradients]
-        else:
-            assert exchange.of_payload is not None
-            means = quantised.views(exchange.of_payload)
-        of_state = gradients.means[plan.program.num_gradients :]
+        gradients = plan.gradients_on(self._replicas.grid, communicator.allocate, self._replicas.reducer.fail)
+        exchange = Means(communicator)
+        means = gradients.means[: plan.program.num_gradients]
         structure = jax.tree.structure(plan.program.trainable.pick(shapes.variables))
         update = self.update_of(shapes.variables)
         gradients.copies = copies_for(self._devices, communicator, gradients.buckets)
         of_variables = jax.tree.unflatten(structure, means)
         read = in_place(of_variables, self._replicas.variables_device)
-        return PreparedStep(plan.program, gradients, of_variables, of_state, exchange, update, read, gradients.tail)
+        return PreparedStep(plan.program, gradients, of_variables, exchange, update, read)
 
-    def _kept(self, key: Any) -> _Plan | None:
-        """Return an earlier plan if all instances have it. Collective if instances have been lost.
-
-        If an instance is lost while the first step is prepared, some survivors have a plan and others do not. Then all
-        of them must measure and compare again, because these are collective calls.
-        """
-        found = self._plans.get(key)
-        if found is not None and found.is_on_device and not self._is_on_device:
-            found = None
-        if not self._replicas.has_carried_on:
-            return found
-        return found if is_so_everywhere(found is not None, self._replicas.communicator, "plans are there") else None
-
-    def _plan(self, shapes: ReplicaShapes) -> _Plan:
+    def _plan(self, shapes: ReplicaShapes) -> ReplicaPlan:
         """Return a replica's computation for arguments of these shapes."""
         check_takes_state(self._loss_fn, shapes.model_state is not None)
         options = self._options
@@ -411,14 +398,11 @@ class StepPrograms:
             options.check_numerics,
         )
         on_device = self._planned_on_device(program, shapes)
-        gradients = on_device or self._planned(program, shapes)
-        lines = lines_of(gradients.equations()) if self._is_compared else []
-        return _Plan(program, gradients, lines, on_device is not None)
-
-    def _planned(self, program: ReplicaProgram, shapes: ReplicaShapes) -> ReplicaPlan:
-        if self._options.pipeline is not None:
-            return self._options.pipeline.plan(self._replicas, program, shapes, self._mean_shards(program, shapes))
-        return self._in_one_program(program, shapes, streams=False)
+        if on_device is not None:
+            return on_device
+        if options.pipeline is not None:
+            return options.pipeline.plan(self._replicas, program, shapes, self.update_of(shapes.variables).mean_shards)
+        return self._in_one_program(program, shapes)
 
     def _planned_on_device(self, program: ReplicaProgram, shapes: ReplicaShapes) -> JaxGradientPlan | None:
         """Return the plan of a step that stays on the device, or None if it goes through the host.
@@ -430,7 +414,7 @@ class StepPrograms:
             return None
         plan, reason = None, self._options.needs_host
         if reason is None:
-            plan = self._in_one_program(program, shapes, streams=False, makes_buffers=True)
+            plan = self._in_one_program(program, shapes, is_on_device=True)
             plan.equations()  # tracing shows which effects the loss function has
             reason = why_on_host(program)
         if reason is None:
@@ -443,60 +427,28 @@ class StepPrograms:
         logger.info("gradients go through the host: %s", reason)
         return None
 
-    def _mean_shards(self, program: ReplicaProgram, shapes: ReplicaShapes) -> Shards | None:
-        return None if program.quantised else self.update_of(shapes.variables).mean_shards
-
     def _in_one_program(
-        self, program: ReplicaProgram, shapes: ReplicaShapes, streams: bool, makes_buffers: bool = False
+        self, program: ReplicaProgram, shapes: ReplicaShapes, is_on_device: bool = False
     ) -> JaxGradientPlan:
         own, shared = self._divided(shapes.model_state)
         own = [jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype) for leaf in own]
         control = control_words(0, False, 1.0)
-        arguments = (shapes.variables, shapes.batch, np.int32(0), control, shapes.residuals, own, shared)
-        shards = self._mean_shards(program, shapes)
-        return JaxGradientPlan(self._devices, program, arguments, streams, shards, makes_buffers)
-
-    def _streaming(self, plan: _Plan, shapes: ReplicaShapes, state: TrainState, batch: Batch) -> _Plan:
-        """Return the plan, with streamed gradients if they have the same bits. Collective if they can be streamed."""
-        is_cut = plan.program.quantised is not None or self._options.pipeline is not None
-        if is_cut or not self._replicas.streams_gradients:
-            return plan
-        cut = self._in_one_program(plan.program, shapes, streams=True)
-        if len(cut.segments) == 1:
-            return plan
-        if not self._replicas.adds_in_order:  # this strategy does not promise bits
-            return replace(plan, gradients=cut)
-        streamed, at_once = self._programs(cut, np.empty), self._programs(plan.gradients, np.empty)
-        is_exact = have_same_gradients(
-            lambda *case: self.gradients_of(streamed, *case),
-            lambda *case: self.gradients_of(at_once, *case),
-            state,
-            batch,
-            self._options.seed,
-        )
-        communicator = self._replicas.communicator
-        if is_so_everywhere(is_exact, communicator, "streamed gradients have the same bits"):
-            return replace(plan, gradients=cut)
-        logger.info("gradients are not streamed: streaming would change bits of gradients, the loss or metrics")
-        return plan
-
-    def _programs(self, plan: ReplicaPlan, allocate: Allocate) -> ReplicaGradients:
-        return plan.gradients_on(self._replicas.grid, allocate, self._replicas.reducer.fail)
+        arguments = (shapes.variables, shapes.batch, np.int32(0), control, own, shared)
+        shards = self.update_of(shapes.variables).mean_shards
+        return JaxGradientPlan(self._devices, program, arguments, shards, is_on_device)
 
     @property
     def _is_compared(self) -> bool:
         """Whether there are other instances to agree with, now or when this instance becomes active."""
         return (self._replicas.communicator.size > 1 or self._replicas.journal.is_kept) and not self._is_recorded
 
-    def _agree(self, state: TrainState, batch: Batch, shapes: ReplicaShapes, plan: _Plan) -> None:
+    def _agree(self, state: TrainState, batch: Batch, shapes: ReplicaShapes, plan: ReplicaPlan) -> None:
         """Compare everything that decides the result between instances. Collective, once for each shape of a batch."""
         dataset = self._replicas.dataset_of(batch)
         if self._is_compared:
             trained = plan.program.trainable.pick(state.variables)
-            means = jax.tree.unflatten(jax.tree.structure(trained), plan.program.means)
             control = control_of_update(plan.program, state)
-            update = self.update_of(state.variables).programs(trained, state.optimizer_state, means, control)
-            lines = [line for program in update.values() for line in lines_of(program.jaxpr)]
+            lines = _lines_of(plan, self.update_of(state.variables), trained, state.optimizer_state, control)
             programs = {"the loss function": plan.lines, "the update": lines}
             options = {**self._options.terms, "step": state.step}
             terms = terms_of(options, dataset, shapes.batch, programs, state.optimizer_state)
@@ -520,6 +472,15 @@ class StepPrograms:
             count,
             replicas,
         )
+
+
+def _lines_of(
+    plan: ReplicaPlan, update: VariableUpdate, trained: Variables, optimizer_state: OptimizerState, control: np.ndarray
+) -> list[str]:
+    """Return the lines of an update's programs; shapes and dtypes of the variables and the state are enough."""
+    means = jax.tree.unflatten(jax.tree.structure(trained), plan.program.means)
+    programs = update.programs(trained, optimizer_state, means, control)
+    return [line for program in programs.values() for line in lines_of(program.jaxpr)]
 
 
 def why_on_host(program: ReplicaProgram) -> str | None:

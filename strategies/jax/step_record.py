@@ -31,15 +31,16 @@ from popdist.records.private_files import make_private
 from popdist.records.recording import Recording, obstacles, questions
 from strategies.core.metrics import Metrics
 from strategies.exchange.choice import ON_CPUS, ExchangeChoice
-from strategies.exchange.shards import Shards
-from strategies.jax.comparing.digest import fingerprint
-from strategies.jax.gradients.arguments import Trainable
+from strategies.exchange.flat import Shards
+from strategies.jax.comparing.agreement import fingerprint
+from strategies.jax.gradients.computation import Trainable
 from strategies.jax.options import StepOptions
+from strategies.jax.programs.compilation import DECIDE_BITS
 from strategies.jax.replicas.devices import borrow, is_key
 from strategies.jax.replicas.replicas import Replicas
-from strategies.jax.replicas.shards import PartOfArray
-from strategies.train_state import TrainState
+from strategies.jax.replicas.variables import PartOfArray
 from strategies.typing import Batch, Gradients, Leaf
+from strategies.values import TrainState
 
 _PACKAGES = (
     "jax",
@@ -63,13 +64,6 @@ _SETTINGS = (
 )
 _PREFIXES = ("JAX_",)
 _NOT_OF_BITS = ("CACHE", "LOG", "TRACEBACK", "DEBUG")
-_CONFIG = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_default_prng_impl",
-    "jax_threefry_partitionable",
-    "jax_numpy_dtype_promotion",
-)
 _VECTORS = ("avx", "fma", "amx", "sse4", "asimd", "sve")
 
 
@@ -165,10 +159,10 @@ class StepRecorder:
         self._file.write_notes()
         self._took_s += time.perf_counter() - began_s
         self._file.write({**self._line, "recording_s": round(self._took_s, 6)})
-        self._file.made(self._training, step)
+        self._file.made[self._training] = step + 1
         if self._wanted.leave_at == step and self._replicas.first_index == 0:
             os.kill(os.getpid(), signal.SIGTERM)
-        if self._wanted.steps is not None and self._file.steps_made >= self._wanted.steps:
+        if self._wanted.steps is not None and sum(self._file.made.values()) >= self._wanted.steps:
             raise SystemExit(0)
 
     def _recorded(self, state: TrainState) -> dict[str, Leaf]:
@@ -230,7 +224,7 @@ class _RecordFile:
         self._described: tuple[int, int] | None = None
         self._questions_written = self._obstacles_written = 0
         self._trainings = 0
-        self._made: dict[int, int] = {}
+        self.made: dict[int, int] = {}  # steps of each training; a restored training counts from its start
 
     def write(self, line: Mapping[str, object]) -> None:
         data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
@@ -269,14 +263,6 @@ class _RecordFile:
         self._trainings += 1
         return self._trainings - 1
 
-    def made(self, training: int, step: int) -> None:
-        self._made[training] = step + 1
-
-    @property
-    def steps_made(self) -> int:
-        """The number of steps of all trainings; a restored training counts from its start."""
-        return sum(self._made.values())
-
 
 _files: dict[tuple[Path, int], _RecordFile] = {}
 
@@ -304,8 +290,7 @@ def _on_host(leaf: Leaf) -> np.ndarray:
         leaf = jax.random.key_data(leaf)
     if getattr(leaf, "is_cuda", False):  # a tensor of PyTorch
         leaf = leaf.detach().cpu()
-    is_on_one = isinstance(leaf, jax.Array) and len(leaf.devices()) == 1
-    return np.asarray(borrow(leaf) if is_on_one else leaf, order="C")
+    return np.asarray(borrow(leaf), order="C")
 
 
 def _host_random() -> dict[str, str]:
@@ -335,9 +320,9 @@ def what_decides_bits(exchange: ExchangeChoice = ON_CPUS) -> dict[str, object]:
         "cpu": _cpu(),
         "device": _devices(),
         "settings": {
-            **({} if exchange == ON_CPUS else {"exchange": exchange.word}),
+            **({} if exchange == ON_CPUS else {"exchange": exchange.path_name}),
             **{name: settings[name] for name in sorted(settings) if not any(word in name for word in _NOT_OF_BITS)},
-            **{name: str(getattr(jax.config, name)) for name in _CONFIG if hasattr(jax.config, name)},
+            **{name: str(getattr(jax.config, name)) for name in DECIDE_BITS},
         },
         "program_sha256": _sha256_of(main),
         "hashes_randomly": bool(sys.flags.hash_randomization),

@@ -31,19 +31,18 @@ from strategies.checkpoints.sealed_folders import (
     INCOMPLETE,
     REMOVED,
     TRAINING,
-    beside,
     clear,
     fault_of,
     put,
     seal,
+    sibling,
 )
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import StrategyError
-from strategies.keras.patches import back_up_with, begin_with_epoch
-from strategies.keras.protocols import Callbacks
-from strategies.keras.state import random_states, set_random_states
-from strategies.train_state import TrainState
+from strategies.keras.patches import begin_with_epoch, give_methods
+from strategies.keras.state import Callbacks, random_states, set_random_states
 from strategies.trainer import Trainer
+from strategies.values import TrainState
 
 KEPT = 2
 """The number of backups to keep. If the newest is damaged, the one before is used."""
@@ -179,7 +178,7 @@ def with_whole_backups(callback: keras.callbacks.BackupAndRestore) -> keras.call
             "they are complete; use a local folder, or one of a file system that all hosts share"
         )
     backups = _WholeBackups(callback)
-    back_up_with(callback, backups.save, backups.load)
+    give_methods(callback, {"_save_model": backups.save, "_load_model": backups.load})
     if callback.save_freq != "epoch" and callback.save_freq:
         logger.warning(
             "BackupAndRestore has save_freq=%d: a resumed training repeats the epoch with weights from the middle of "
@@ -213,7 +212,7 @@ class _WholeBackups:
     def save(self) -> None:
         """Write a backup. If the process is killed meanwhile, earlier backups stay as they are."""
         model, number = self._callback.model, 1 + max(self._numbers, default=0)
-        incomplete = beside(self._of(number), INCOMPLETE)
+        incomplete = sibling(self._of(number), INCOMPLETE)
         clear(incomplete)
         incomplete.mkdir(parents=True)
         model.save_weights(incomplete / _WEIGHTS)
@@ -222,7 +221,7 @@ class _WholeBackups:
         seal(incomplete)
         put(incomplete, self._of(number))
         for old in self._numbers[:-KEPT]:
-            clear(self._of(old).rename(beside(self._of(old), REMOVED)))
+            clear(self._of(old).rename(sibling(self._of(old), REMOVED)))
 
     def load(self) -> None:
         """Restore the newest intact backup; without one the training begins anew."""
@@ -231,7 +230,7 @@ class _WholeBackups:
                 clear(path)
         found = self._newest()
         if found is None:
-            self._refuse_files_of_keras()
+            self._check_no_keras_backup()
             return
         model, training = self._callback.model, json.loads((found / TRAINING).read_text())
         if model.optimizer is not None and not model.optimizer.built:
@@ -251,7 +250,7 @@ class _WholeBackups:
             fault = fault_of(path)
             if not fault:
                 return path
-            aside = beside(path, DAMAGED)
+            aside = sibling(path, DAMAGED)
             clear(aside)
             path.rename(aside)
             logger.warning("backup %s is damaged (%s) and was renamed to %s; using the one before", path, fault, aside)
@@ -259,7 +258,7 @@ class _WholeBackups:
             logger.warning("no backup in %s is intact; the training begins anew", self._folder)
         return None
 
-    def _refuse_files_of_keras(self) -> None:
+    def _check_no_keras_backup(self) -> None:
         if (self._folder / _WEIGHTS).exists():
             raise StrategyError(
                 f"{self._folder} has a backup that Keras wrote outside of a strategy. Its files may be of two epochs, "

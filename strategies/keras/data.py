@@ -1,22 +1,29 @@
-"""Batches for a Keras model: arrays and all other data that Keras reads, split among replicas."""
+"""Batches for a Keras model: arrays, sources in batches, and all other data, split among replicas.
+
+With accumulation of N it takes batches (s R + r) N to (s R + r) N + N - 1. If the last batches do not fill a step, or
+have other numbers of rows, their rows are joined and split among the replicas. In training each replica gets the same
+number of rows; without training all rows are used, block by block.
+"""
 
 from __future__ import annotations
 
 import itertools
 import sys
 import types
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn, TypeAlias
+from typing import NoReturn, TypeAlias, final
 
 import jax
 import numpy as np
 from keras.utils import PyDataset, unpack_x_y_sample_weight
+from typing_extensions import override
 
 from strategies.argument_checks import positive
-from strategies.core.rows import Told
+from strategies.core.engine import Results
 from strategies.data.datasets import DistributedDataset
-from strategies.keras.batches import NumberedBatches, StreamOfBatches, rows_of
+from strategies.data.layout import Layout, epoch_order
+from strategies.data.sources import DataSource, Masked, SourceFactory
 from strategies.keras.patches import (
     ArrayDataAdapter,
     DataAdapter,
@@ -26,6 +33,184 @@ from strategies.keras.patches import (
 )
 from strategies.strategy import Strategy
 from strategies.typing import Batch, Data, Tree
+
+Read = Callable[[int], Batch]
+
+
+def rows_of(batch: Batch) -> int:
+    """Return the number of rows of a batch."""
+    rows: int = jax.tree.leaves(batch)[0].shape[0]
+    return rows
+
+
+def own_rows(strategy: Strategy, batch: Batch, accumulated: int) -> Batch:
+    """Return the local replicas' rows of a batch for all replicas and micro-batches, placed for a step.
+
+    Raises:
+        ValueError: If the replicas and micro-batches do not divide the rows evenly.
+    """
+    replicas, rows = strategy.num_replicas_in_sync, rows_of(batch)
+    if rows % (replicas * accumulated):
+        raise ValueError(
+            f"a batch of {rows} rows cannot be split among {replicas} replicas x {accumulated} micro-batches; its rows "
+            f"must be a multiple of {replicas * accumulated}"
+        )
+    local, each = strategy.replicas.local_replicas, rows // replicas
+    own = jax.tree.map(lambda leaf: leaf[local.start * each : local.stop * each], batch)
+    return strategy.replicas.sharding.batch(own)
+
+
+@final
+@dataclass(frozen=True)
+class NumberedBatches(SourceFactory):
+    """Batches that can be read by their numbers; each instance reads the batches of its replicas.
+
+    Attributes:
+        read: Function that reads a batch by its number.
+        count: Number of batches.
+    """
+
+    read: Read
+    count: int
+
+    @override
+    def open(self, layout: Layout, *, seed: int, shuffle: bool) -> DataSource:
+        return _Numbered(self, layout, seed, shuffle)
+
+
+@final
+@dataclass(frozen=True)
+class StreamOfBatches(SourceFactory):
+    """Batches that come one after another; every instance iterates over all of them.
+
+    Attributes:
+        begin: Function that starts again from the beginning, or goes on if the source cannot start again.
+        count: Number of batches; None if unknown.
+    """
+
+    begin: Callable[[], Iterable[Batch]]
+    count: int | None = None
+
+    @override
+    def open(self, layout: Layout, *, seed: int, shuffle: bool) -> DataSource:
+        return _Stream(self, layout)
+
+
+@dataclass
+class _StepSharding:
+    """The assignment of each step's batches to replicas, with the number of the next step's first row."""
+
+    layout: Layout
+    first_row: int = 0
+
+    @property
+    def per_step(self) -> int:
+        """The number of batches in a full step."""
+        return self.layout.total_replicas * self.layout.gradient_accumulation_count
+
+    @property
+    def own(self) -> range:
+        """The places of the local replicas' batches in a step."""
+        count, local = self.layout.gradient_accumulation_count, self.layout.local_replicas
+        return range(local[0] * count, (local[-1] + 1) * count)
+
+    def shard(self, batches: Sequence[Batch]) -> Batch | None:
+        """Return the local replicas' part of all batches of a step; None if the rows are too few."""
+        if len(batches) == self.per_step and {rows_of(batch) for batch in batches} == {self.layout.batch_size}:
+            return self.shard_full_step([batches[number] for number in self.own])
+        rows = _joined(batches)
+        given = rows_of(rows)
+        positions = self.layout.positions(0, given)
+        take = np.minimum(positions, given - 1)
+        values = jax.tree.map(lambda leaf: leaf[take], rows)
+        if not self.layout.pads:
+            return values if positions.size else None
+        numbers = (self.first_row + take).astype(np.int32)
+        self.first_row += given
+        return Masked((numbers, values), positions < given)
+
+    def shard_full_step(self, own: Sequence[Batch]) -> Batch:
+        """Return the local replicas' part of a full step, given their batches."""
+        values = _joined(own)
+        if not self.layout.pads:
+            return values
+        first = self.first_row + self.own.start * self.layout.batch_size
+        self.first_row += self.layout.global_batch_size
+        rows = rows_of(values)
+        return Masked((np.arange(first, first + rows, dtype=np.int32), values), np.ones(rows, bool))
+
+
+@final
+class _Numbered(DataSource):
+    """The source of `NumberedBatches`. The last batch may have fewer rows than the others."""
+
+    is_random_access = True
+    length: int | None = None
+
+    def __init__(self, given: NumberedBatches, layout: Layout, seed: int, shuffle: bool) -> None:
+        self.steps: int = layout.steps(given.count * layout.batch_size)
+        self._layout = layout
+        self._given = given
+        self._seed = seed
+        self._shuffle = shuffle
+        self._last_rows = rows_of(given.read(given.count - 1))
+
+    @override
+    def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
+        sharding = _StepSharding(self._layout, start * self._layout.global_batch_size)
+        order, per_step = epoch_order(self._given.count, self._seed, epoch, shuffle=self._shuffle), sharding.per_step
+        for step in range(start, self.steps):
+            numbers = [int(number) for number in order[step * per_step : (step + 1) * per_step]]
+            has_last = self._given.count - 1 in numbers and self._last_rows != self._layout.batch_size
+            if len(numbers) == per_step and not has_last:
+                yield sharding.shard_full_step([self._given.read(numbers[place]) for place in sharding.own])
+            elif (batch := sharding.shard([self._given.read(number) for number in numbers])) is not None:
+                yield batch
+
+
+@final
+class _Stream(DataSource):
+    """The source of `StreamOfBatches`."""
+
+    length: int | None = None
+
+    def __init__(self, given: StreamOfBatches, layout: Layout) -> None:
+        self.steps = None if given.count is None else layout.steps(given.count * layout.batch_size)
+        self._layout = layout
+        self._given = given
+
+    @override
+    def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
+        sharding = _StepSharding(self._layout)
+        batches = iter(self._given.begin())
+        for step in itertools.count():
+            taken = list(itertools.islice(batches, sharding.per_step))
+            if not taken:
+                return
+            if step < start:
+                sharding.first_row += sum(map(rows_of, taken))
+            elif (batch := sharding.shard(taken)) is not None:
+                yield batch
+            else:
+                return
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    """Return the rows of several batches, one after another.
+
+    Raises:
+        ValueError: If rows have different shapes.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    kinds = {str(jax.tree.map(lambda leaf: leaf.shape[1:], batch)) for batch in batches}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"batches of one step have rows of the shapes {' and '.join(sorted(kinds))}, but its replicas compute one "
+            "program; pad them to the same length, at least within a step"
+        )
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
+
 
 Hooks: TypeAlias = tuple[Callable[[], object], Callable[[], object]]
 Shuffle: TypeAlias = bool | int | str | None
@@ -76,7 +261,7 @@ class KerasFeed(DataAdapter):
         self.epoch = 0
         self._hooks = hooks
         self._is_in_epoch = False
-        self.current = Pass(self)
+        self.current = FeedEpoch(self)
 
     @property
     def num_batches(self) -> int | None:
@@ -98,10 +283,10 @@ class KerasFeed(DataAdapter):
 
     partial_batch_size = None
 
-    def get_jax_iterator(self) -> Pass:
+    def get_jax_iterator(self) -> FeedEpoch:
         """Return the batches of the next epoch."""
         self.current.end()
-        self.current = Pass(self)
+        self.current = FeedEpoch(self)
         return self.current
 
     def begin_with(self, epoch: int) -> None:
@@ -126,7 +311,7 @@ class KerasFeed(DataAdapter):
             self._hooks[1]()
 
 
-class Pass(Iterator[Batch]):
+class FeedEpoch(Iterator[Batch]):
     """One epoch of a feed: training reads its batches, and evaluation and prediction read their results.
 
     The number of the epoch is chosen at the first read. With `steps_per_epoch`, Keras's loop makes the next pass at the
@@ -139,7 +324,7 @@ class Pass(Iterator[Batch]):
     def __init__(self, feed: KerasFeed) -> None:
         self.feed = feed
         self._batches: Iterator[Batch] | None = None
-        self._told: Generator[Told, None, None] | None = None
+        self._results: Generator[Results, None, None] | None = None
         self._taken = 0
 
     def __next__(self) -> Batch:
@@ -147,22 +332,22 @@ class Pass(Iterator[Batch]):
             self._batches = iter(self.feed.dataset.epoch(self.feed.next_epoch()))
         return next(self._batches)
 
-    def told(self, begin: Callable[[DistributedDataset], Generator[Told, None, None]]) -> Iterator[Told]:
+    def batch_results(self, begin: Callable[[DistributedDataset], Generator[Results, None, None]]) -> Iterator[Results]:
         """Yield the results of the next batches; `begin` starts the generator of a whole epoch's results."""
-        if self._told is None:
+        if self._results is None:
             dataset = self.feed.dataset
             dataset.restore(replace(dataset.position(), epoch=self.feed.next_epoch(), step=0))
-            self._told = begin(dataset)
-        for told in self._told:
+            self._results = begin(dataset)
+        for results in self._results:
             self._taken += 1
-            yield told
+            yield results
             if self._taken == self.feed.num_batches:  # read on, to meet the other instances at the end
-                self._told = (one for one in list(self._told))
+                self._results = (one for one in list(self._results))
 
     def end(self) -> None:
         """Leave the pass, at any position."""
-        if self._told is not None:
-            self._told.close()
+        if self._results is not None:
+            self._results.close()
 
 
 def open_feed(
@@ -203,7 +388,7 @@ def open_feed(
         source, example, rows = _of_arrays(given, replicas * accumulated)
         compared = _spread(source)
         if trains:
-            _refuse_too_few(rows_of(source), replicas, accumulated)
+            _check_enough_rows(rows_of(source), replicas, accumulated)
         else:
             source = np.arange(rows_of(source), dtype=np.int32), source
         shuffles = shuffle != "batch" and bool(shuffle)
@@ -222,7 +407,7 @@ def open_feed(
     )
     feed = KerasFeed(dataset, example, compared, hooks)
     if trains and feed.num_batches == 0:
-        _refuse_too_few(rows * source.count, replicas, accumulated)
+        _check_enough_rows(rows * source.count, replicas, accumulated)
     return feed
 
 
@@ -245,7 +430,7 @@ def rows_of_replica(strategy: Strategy, batch_size: int | None, of_all: int | No
     return of_all // parts
 
 
-def _refuse_too_few(rows: int, replicas: int, accumulated: int) -> None:
+def _check_enough_rows(rows: int, replicas: int, accumulated: int) -> None:
     """Refuse data with too few rows for a step.
 
     Raises:
@@ -296,7 +481,7 @@ def _of_batches(given: DataArguments) -> tuple[NumberedBatches | StreamOfBatches
         count = None if len(x) == sys.maxsize else len(x)  # grain's length of endless data sets
         return *_numbered(lambda number: _standard(x[number]), count, given), _NO_HOOKS
     if given.steps is None and _has_no_end(x):
-        _refuse_endless(x)
+        _raise_endless(x)
 
     def begin() -> Iterator[Batch]:
         return map(_standard, adapter.get_numpy_iterator())
@@ -318,7 +503,7 @@ def _numbered(
     if count is not None:
         return NumberedBatches(read, count), read(0)
     if given.steps is None:
-        _refuse_endless(given.x)
+        _raise_endless(given.x)
     return _peeked(map(read, itertools.count()), given.x)
 
 
@@ -328,7 +513,7 @@ def _has_no_end(x: Data) -> bool:
     return callable(cardinality) and int(cardinality()) == -1  # tf.data.INFINITE_CARDINALITY
 
 
-def _refuse_endless(x: Data) -> NoReturn:
+def _raise_endless(x: Data) -> NoReturn:
     raise ValueError(
         f"the {type(x).__name__} is an infinite dataset, and the end of an epoch is not given; give steps_per_epoch to "
         "fit, validation_steps for its validation data, or steps to evaluate and predict"

@@ -18,7 +18,6 @@ from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.jax.feeds.infeed import checked_depth
 from strategies.jax.options import StepOptions
 from strategies.jax.programs.recomputation import recomputation_checkpoint
-from strategies.keras.protocols import ModelLike
 from strategies.keras.stages import Assignment, Assignments, StagedModel
 from strategies.keras.state import random_states, set_random_states
 from strategies.pipelines.pipelining import Pipelining
@@ -39,7 +38,6 @@ _SAME_IN_PIPELINE = (
     "offload_activations",
     "offload_gradient_accumulation_buffers",
     "watch",
-    "memory_limit_bytes",
 )
 _OF_PIPELINE: Mapping[str, str | None] = {
     **{name: name for name in _SAME_IN_PIPELINE},
@@ -163,7 +161,7 @@ class Extensions:
         options: Options set so far.
     """
 
-    def __init__(self, model: ModelLike) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self.options = ModelOptions()
         self._model = model
 
@@ -247,9 +245,9 @@ class Extensions:
             TypeError: If an option is unknown or has the wrong type.
             ValueError: If an option is out of range, or Keras sets it.
         """
-        _refuse("set_pipelining_options arguments", pipelining_kwargs, _OF_PIPELINING_OPTIONS, "use")
-        _refuse("these are automatically set by Keras", pipelining_kwargs, _BY_KERAS, "leave them out:")
-        _refuse("these are not compatible with Keras", pipelining_kwargs, _NOT_WITH_KERAS, "leave them out:")
+        _check_unsupported("set_pipelining_options arguments", pipelining_kwargs, _OF_PIPELINING_OPTIONS, "use")
+        _check_unsupported("these are automatically set by Keras", pipelining_kwargs, _BY_KERAS, "leave them out:")
+        _check_unsupported("these are not compatible with Keras", pipelining_kwargs, _NOT_WITH_KERAS, "leave them out:")
         said = _translated("pipelining_kwargs", pipelining_kwargs, _OF_PIPELINE)
         given = {"device_mapping": device_mapping} | {name: one for name, one in said.items() if one is not None}
         of_step = {new: pipelining_kwargs[name] for name, new in _STEP_OF_PIPELINE.items() if name in pipelining_kwargs}
@@ -264,7 +262,7 @@ class Extensions:
             TypeError: If an option is unknown.
             ValueError: If an option is out of range, or Keras sets it.
         """
-        _refuse("Keras has its own", kwargs, ("dataset", "infeed_spec", "element_spec"), "leave them out:")
+        _check_unsupported("Keras has its own", kwargs, ("dataset", "infeed_spec", "element_spec"), "leave them out:")
         _translated("kwargs", kwargs, _OF_INFEED)
         if "prefetch_depth" in kwargs:
             self._set(prefetch=kwargs["prefetch_depth"])
@@ -276,7 +274,7 @@ class Extensions:
             TypeError: If an option is unknown.
             ValueError: If Keras sets an option.
         """
-        _refuse("Keras has its own", kwargs, ("outfeed_mode", "device_ordinal"), "leave them out:")
+        _check_unsupported("Keras has its own", kwargs, ("outfeed_mode", "device_ordinal"), "leave them out:")
         _translated("kwargs", kwargs, _OF_OUTFEED)
 
     @property
@@ -364,7 +362,7 @@ METHODS = [name for name, value in vars(Extensions).items() if isinstance(value,
 """The methods that a strategy adds to models. Keras calls two of them to save and load more than weights."""
 
 
-def _call_own(model: ModelLike, name: str, folder: str | None) -> None:
+def _call_own(model: keras.Model, name: str, folder: str | None) -> None:
     """Call a method of the model's class, if it has one; `Extensions` replaces only the attribute of the model."""
     getattr(type(model), name, lambda model, folder: None)(model, folder)
 
@@ -385,7 +383,7 @@ def _translated(what: str, given: Mapping[str, Option], names: Mapping[str, str 
     return {new: value for name, value in given.items() if (new := names[name]) is not None}
 
 
-def _refuse(why: str, given: Mapping[str, Option], names: tuple[str, ...], way_out: str) -> None:
+def _check_unsupported(why: str, given: Mapping[str, Option], names: tuple[str, ...], way_out: str) -> None:
     found = [name for name in given if name in names]
     if found:
         raise ValueError(f"{', '.join(found)}: {way_out} {why}")

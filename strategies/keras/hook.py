@@ -11,15 +11,14 @@ from collections.abc import Callable
 import keras
 
 from strategies.errors import StrategyError
-from strategies.keras.divisors import present_rule, sum_of_replicas
 from strategies.keras.extensions import METHODS, Extensions
 from strategies.keras.in_programs import KerasState
+from strategies.keras.means import present_rule, sum_of_replicas
 from strategies.keras.model import FORWARDED, ReplicatedModel
-from strategies.keras.patches import TRIED, ask_before_loops, ask_of_losses, give_methods, tell_of_new_models
-from strategies.keras.protocols import ModelLike
+from strategies.keras.patches import TRIED, ask_before_loops, ask_of_losses, give_methods, tell_of_new
 from strategies.strategy import get_strategy
 
-__all__ = ["KerasState", "hook", "refuse_other_keras"]
+__all__ = ["KerasState", "hook", "check_keras_version"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +42,10 @@ def hook(is_scope_open: Callable[[], bool]) -> None:
     if sys.modules["keras"] is not keras:
         raise StrategyError("keras was imported a second time, but only the first one knows strategies; restart Python")
 
-    def join_scope(model: ModelLike) -> None:
+    def join_scope(model: keras.Model) -> None:
         strategy = get_strategy()
         if strategy is not None:
-            refuse_other_keras()
+            check_keras_version()
             extensions = Extensions(model)
             replicated = ReplicatedModel(model, type(model), strategy, extensions)
             methods = {name: getattr(replicated, name) for name in FORWARDED}
@@ -57,7 +56,7 @@ def hook(is_scope_open: Callable[[], bool]) -> None:
                 "this instance alone: enter the scope in this thread, or run it in contextvars.copy_context()"
             )
 
-    def refuse_in_scope(model: ModelLike) -> None:
+    def check_outside_scope(model: keras.Model) -> None:
         if get_strategy() is not None:
             raise StrategyError(
                 f"model {model.name!r} was made outside of strategy.scope() and is used inside of it; make it inside, "
@@ -66,13 +65,13 @@ def hook(is_scope_open: Callable[[], bool]) -> None:
 
     with _lock:  # so that no call returns before some thread has finished hooking
         if not _is_hooked:
-            tell_of_new_models(join_scope)
-            ask_before_loops(refuse_in_scope)
+            tell_of_new(keras.Model, join_scope)
+            ask_before_loops(check_outside_scope)
             ask_of_losses(present_rule, sum_of_replicas)
             _is_hooked = True
 
 
-def refuse_other_keras() -> None:
+def check_keras_version() -> None:
     """Refuse other backends than JAX, and versions of Keras that were not tried.
 
     Raises:

@@ -12,13 +12,12 @@ import numpy as np
 
 from strategies.errors import StrategyError
 from strategies.jax.programs.feed_program import current_program
-from strategies.jax.programs.remembering import digest
+from strategies.jax.programs.users_code import digest
 from strategies.jax.replicas.replica_context import get_replica_context
 from strategies.jax.replicas.replicas import Replicas
-from strategies.keras.averaging import averaging
-from strategies.keras.protocols import Array, Values
-from strategies.keras.state import Seeds, seed_variables
-from strategies.per_replica import PerReplica
+from strategies.keras.means import averaging
+from strategies.keras.state import Array, Seeds, Values, seed_variables
+from strategies.values import PerReplica
 
 Changes: TypeAlias = Mapping[int, Array]
 """The new values of variables by the number of the variable."""
@@ -85,7 +84,7 @@ class KerasState:
 
             def changes() -> Changes:
                 made = [scope.get_current_value(variable) for variable in self._variables]
-                self._refuse_from_inside(made)
+                self._check_made_outside_loops(made)
                 after = self._seeds.after(values, first, made)
                 return {
                     number: new
@@ -95,7 +94,7 @@ class KerasState:
 
             yield changes
 
-    def _refuse_from_inside(self, made: Values) -> None:
+    def _check_made_outside_loops(self, made: Values) -> None:
         """Refuse values that belong to a loop or branch inside the program.
 
         Raises:

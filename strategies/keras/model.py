@@ -13,33 +13,36 @@ import keras
 import numpy as np
 from keras.utils import unpack_x_y_sample_weight
 
-from strategies.keras.agreement import (
+from strategies.keras.callbacks import (
+    RunningLoop,
     VariableWatch,
+    check_same_rows,
+    described,
     insist,
+    listed,
     number_of_leader,
-    refuse_other_rows,
     terms_of_call,
 )
-from strategies.keras.batches import own_rows
-from strategies.keras.callbacks import Running, described, listed
 from strategies.keras.checkpointing import FitCheckpoints, SavedFit, given_in
-from strategies.keras.data import DataArguments, KerasFeed, Pass, Shuffle, open_feed, rows_of_replica
-from strategies.keras.evaluating import PredictFunction, TestFunction
-from strategies.keras.extensions import Extensions, ModelOptions
-from strategies.keras.own_steps import OwnTrainFunction
-from strategies.keras.patches import begin_with_epoch, train_validation_split
-from strategies.keras.protocols import Callbacks, FunctionLike, ModelClass, ModelLike, State
-from strategies.keras.refusals import (
+from strategies.keras.checks import (
+    check_global_batch_size,
+    check_model_optimizer,
+    check_options_of_own_step,
+    check_overrides,
+    check_trained_layers,
+    check_usable,
     is_own,
-    refuse_beside_own_step,
-    refuse_changed_layers,
-    refuse_optimizer,
-    refuse_other_size,
-    refuse_own_steps,
-    refuse_use,
 )
-from strategies.keras.state import seeds_of
-from strategies.keras.training import TrainFunction
+from strategies.keras.data import DataArguments, FeedEpoch, KerasFeed, Shuffle, open_feed, own_rows, rows_of_replica
+from strategies.keras.extensions import Extensions, ModelOptions
+from strategies.keras.patches import begin_with_epoch, train_validation_split
+from strategies.keras.state import Callbacks, ModelClass, State, seeds_of
+from strategies.keras.training import (
+    OwnTrainFunction,
+    PredictFunction,
+    StockTrainFunction,
+    TestFunction,
+)
 from strategies.strategy import Strategy
 from strategies.typing import Batch, Data, Tree
 
@@ -74,12 +77,12 @@ class ReplicatedModel:
         stock: Class of the model.
     """
 
-    def __init__(self, model: ModelLike, stock: ModelClass, strategy: Strategy, extensions: Extensions) -> None:
+    def __init__(self, model: keras.Model, stock: ModelClass, strategy: Strategy, extensions: Extensions) -> None:
         self.in_scope = strategy
         self.stock = stock
         self._model = model
         self._extensions = extensions
-        self._running: Running | None = None
+        self._running: RunningLoop | None = None
         self._compared = 0
         self._feeds: dict[str, KerasFeed] = {}
         self._said: int | None = None  # steps per execution set by the user, while Keras uses another number
@@ -139,7 +142,8 @@ class ReplicatedModel:
         arguments = {name: value for name, value in locals().items() if name not in _NOT_COMPARED}
         arguments |= {"sample_weight": sample_weight is not None, "validation_data": validation_data is not None}
         checkpoints = given_in(callbacks)
-        self._check("fit", "train_step", has_checkpoints=checkpoints is not None)
+        validates = validation_data is not None or bool(validation_split)
+        self._check("fit", "train_step", has_checkpoints=checkpoints is not None, validates=validates)
         self._insist("fit", callbacks, arguments)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = train_validation_split(
@@ -153,7 +157,7 @@ class ReplicatedModel:
                 "elsewhere; leave steps_per_epoch out"
             )
         feed = self._feed(given, trains=True, shuffle=shuffle, seed=None if checkpoints is None else checkpoints.seed)
-        refuse_other_size(feed.batch_size, global_batch_size)
+        check_global_batch_size(feed.batch_size, global_batch_size)
         validation: KerasFeed | None = None
         if validation_data is not None:
             size = validation_batch_size or batch_size
@@ -167,7 +171,7 @@ class ReplicatedModel:
             if checkpoints is not None:
                 stack.enter_context(self._resumed(checkpoints, feed))
 
-        running = Running(self._model, self.strategy, feed.begin_with, self.unite, resume, self._made, self._watch)
+        running = RunningLoop(self._model, self.strategy, feed.begin_with, self.unite, resume, self._made, self._watch)
         prepared = listed(callbacks, running, verbose=verbose, epochs=epochs, steps=steps, add_history=True)
         with self._while(running, train=feed, test=validation), stack:
             return self.stock.fit(
@@ -208,7 +212,7 @@ class ReplicatedModel:
         self._check("evaluate", "test_step")
         given = DataArguments(x, y, sample_weight, None, batch_size, steps)
         feed = self._feed_of("evaluate", callbacks, given, global_batch_size, sample_weight=sample_weight is not None)
-        running = Running(self._model, self.strategy, steps_made=self._made)
+        running = RunningLoop(self._model, self.strategy, steps_made=self._made)
         prepared = listed(callbacks, running, verbose=verbose, epochs=1, steps=steps or feed.num_batches)
         with self._while(running, test=feed):
             return self.stock.evaluate(
@@ -234,7 +238,7 @@ class ReplicatedModel:
         given = DataArguments(x, batch_size=batch_size, steps=steps)
         feed = self._feed_of("predict", callbacks, given, global_batch_size)
         self._build(feed.example)
-        running = Running(self._model, self.strategy)
+        running = RunningLoop(self._model, self.strategy)
         prepared = listed(callbacks, running, verbose=verbose, epochs=1, steps=steps or feed.num_batches)
         with self._while(running, predict=feed):
             return self.stock.predict(self._model, feed, callbacks=prepared, steps=steps)
@@ -276,14 +280,11 @@ class ReplicatedModel:
     def make_train_function(self, force: bool = False) -> None:
         """Make the function of training, if it is missing or `force` is set; Keras calls it before it trains."""
         if self._model.train_function is None or force:
-            refuse_optimizer(self._model.optimizer, self.options.accumulated is not None)
+            check_model_optimizer(self._model.optimizer, self.options.accumulated is not None)
             steps = self.options.executed(self._steps_per_execution)
-            function: OwnTrainFunction | TrainFunction
-            if is_own(self.stock, "train_step"):
-                function = OwnTrainFunction(self._model, self.stock, self.strategy, steps)
-            else:
-                staged = self._extensions.staged
-                function = TrainFunction(self._model, self.strategy, self.options, steps, self._watch, staged)
+            kind = OwnTrainFunction if is_own(self.stock, "train_step") else StockTrainFunction
+            staged = self._extensions.staged
+            function = kind(self._model, self.strategy, self.options, steps, self._watch, staged)
             watch = None if self.strategy.replicas.communicator.size == 1 else self._watch
             self._model.train_function = _Called(function, lambda: self._feeds.get("train"), self._alone, watch)
 
@@ -293,14 +294,14 @@ class ReplicatedModel:
             function = TestFunction(self._model, self.strategy, self._evaluated)
             self._model.test_function = _Called(function, lambda: self._feeds.get("test"), self._pass_over)
 
-    def make_predict_function(self, force: bool = False) -> FunctionLike | None:
+    def make_predict_function(self, force: bool = False) -> _Called | None:
         """Make the function of prediction, if it is missing or outdated; Keras calls it before it predicts."""
         if force or not self._is_current(self._model.predict_function):
             function = PredictFunction(self._model, self.strategy, self._evaluated)
             self._model.predict_function = _Called(function, lambda: self._feeds.get("predict"), self._pass_over)
         return self._model.predict_function
 
-    def _is_current(self, called: FunctionLike | None) -> bool:
+    def _is_current(self, called: _Called | None) -> bool:
         """Return whether a function exists, and no layer was frozen or unfrozen since it was made."""
         return called is not None and called.function.functions.seeds.flags == seeds_of(self._model)
 
@@ -323,18 +324,25 @@ class ReplicatedModel:
         if function is not None:
             function.function.unite()
 
-    def _check(self, called: str, step: str, is_compiled: bool = True, has_checkpoints: bool = False) -> None:
+    def _check(
+        self,
+        called: str,
+        step: str,
+        is_compiled: bool = True,
+        has_checkpoints: bool = False,
+        validates: bool = False,
+    ) -> None:
         """Refuse a call that replicas cannot carry out. On a spare, wait for the end of the job."""
-        self.in_scope.replicas.journal.refuse(f"{called} of Keras")
-        refuse_use(self._model, self.in_scope, called)
-        refuse_own_steps(self.stock, step)
+        self.in_scope.replicas.journal.begin_unrepeatable(f"{called} of Keras")
+        check_usable(self._model, self.in_scope, called)
+        check_overrides(self._model, self.stock, [step, "test_step"] if validates else [step])
         if is_compiled:
             self._model._assert_compile_called(called)
         if step == "train_step":
             if is_own(self.stock, step):  # an own train_step may have optimizers for parts of the model
-                refuse_beside_own_step(self.stock, self.options, has_checkpoints)
+                check_options_of_own_step(self.stock, self.options, has_checkpoints)
             else:
-                refuse_changed_layers(self._model)
+                check_trained_layers(self._model)
 
     def _insist(self, called: str, callbacks: Callbacks, arguments: Mapping[str, object]) -> None:
         """Refuse to begin if instances call a function with different arguments. Collective."""
@@ -356,7 +364,7 @@ class ReplicatedModel:
         self._insist(called, callbacks, sizes | arguments)
         rows = rows_of_replica(self.strategy, given.batch_size, global_batch_size)
         feed = self._feed(replace(given, batch_size=rows), trains=False)
-        refuse_other_size(feed.batch_size, global_batch_size)
+        check_global_batch_size(feed.batch_size, global_batch_size)
         return feed
 
     @contextmanager
@@ -394,7 +402,7 @@ class ReplicatedModel:
             accumulated=self.options.micro_batches if trains else 1,
             prefetch=self.options.prefetch,
         )
-        refuse_other_rows(self.strategy.replicas, feed.compared)
+        check_same_rows(self.strategy.replicas, feed.compared)
         return feed
 
     def _say_batch_size(self, feed: KerasFeed) -> None:
@@ -409,7 +417,7 @@ class ReplicatedModel:
         )
 
     @contextmanager
-    def _while(self, running: Running, **feeds: KerasFeed | None) -> Iterator[None]:
+    def _while(self, running: RunningLoop, **feeds: KerasFeed | None) -> Iterator[None]:
         """Run one of Keras's loops over feeds inside the block; a callback of another loop may have called it."""
         outer = self._running, self._feeds
         if self._running is not None:
@@ -472,14 +480,14 @@ class ReplicatedModel:
             function.function.begin()
         if self._compared < COMPARED:
             self._compared += 1
-            refuse_other_rows(self.strategy.replicas, jax.tree.map(np.asarray, given))
+            check_same_rows(self.strategy.replicas, jax.tree.map(np.asarray, given))
 
     def _alone(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Return this instance's rows of a batch for all replicas."""
         batch = jax.tree.map(np.asarray, unpack_x_y_sample_weight(next(batches)))
         return iter([own_rows(self.strategy, batch, self.options.micro_batches)])
 
-    def _pass_over(self, batches: Iterator[Batch]) -> Pass:
+    def _pass_over(self, batches: Iterator[Batch]) -> FeedEpoch:
         """Return a pass over one batch for all replicas."""
         x, y, sample_weight = unpack_x_y_sample_weight(next(batches))
         rows = len(jax.tree.leaves(x)[0])

@@ -15,9 +15,9 @@ from keras.optimizers import LossScaleOptimizer
 from typing_extensions import override
 
 from popdist.records.distribution_settings import LEARNING_RATE
-from strategies.jax.updates.optimizers import Arithmetic, Known, Rate, StepOptimizer
+from strategies.jax.updates.optimizers import Arithmetic, Rate, StepFacts, StepOptimizer
 from strategies.keras.patches import hold_place
-from strategies.keras.protocols import Array, Values
+from strategies.keras.state import Array, Values
 from strategies.loss_scaling import LossScale, LossScaling
 from strategies.typing import Number, OptimizerState, Variables
 
@@ -92,7 +92,7 @@ class KerasOptimizer(StepOptimizer):
         gradients: Variables,
         optimizer_state: OptimizerState,
         variables: Variables,
-        known: Known,
+        known: StepFacts,
         arithmetic: Arithmetic,
     ) -> tuple[Variables, OptimizerState]:
         optimizer = self._for(variables)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +23,12 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.utils.python_utils import is_default
 
-from strategies.keras.protocols import Array, Logs, ModelLike, NodeLike
+from strategies.keras.state import Array, Logs
 
 __all__ = [
     "ArrayDataAdapter",
     "DataAdapter",
+    "Node",
     "PyDatasetAdapter",
     "can_convert_arrays",
     "get_data_adapter",
@@ -41,28 +42,31 @@ Method: TypeAlias = Callable[..., object]
 PatchedClass: TypeAlias = Any
 """A class of Keras whose method is replaced."""
 
-T = TypeVar("T")
-
 
 # ---- for the whole process
 
 
-def tell_of_new_models(tell: Callable[[ModelLike], None]) -> None:
-    """Call `tell` with every new model: Keras has no hook for new models."""
-    models: PatchedClass = keras.Model
-    models.__init__ = _telling(models.__init__, tell)
+def tell_of_new(kind: PatchedClass, tell: Callable[[Any], None]) -> None:
+    """Call `tell` with every new object of a class: Keras has no hook for new models, nor for calls of layers.
+
+    Args:
+        kind: `keras.Model`, or `Node` for symbolic calls of layers.
+        tell: Function to call.
+    """
+    create: Method = kind.__init__
+
+    @functools.wraps(create)
+    def create_and_call(self: object, *args: object, **kwargs: object) -> None:  # Keras looks for these names
+        create(self, *args, **kwargs)
+        tell(self)
+
+    kind.__init__ = create_and_call
 
 
-def tell_of_new_calls(tell: Callable[[NodeLike], None]) -> None:
-    """Call `tell` with the node of every symbolic call of a layer: Keras does not record scopes of programs."""
-    nodes: PatchedClass = Node
-    nodes.__init__ = _telling(nodes.__init__, tell)
-
-
-def ask_before_loops(ask: Callable[[ModelLike], None]) -> None:
+def ask_before_loops(ask: Callable[[keras.Model], None]) -> None:
     """Call `ask`, which may raise, before a model gets a function for one of its loops: Keras has no hook for this.
 
-    There is no other way to reach models that were made before `tell_of_new_models` was called.
+    There is no other way to reach models that were made before `tell_of_new` was called.
     """
     for name in ("make_train_function", "make_test_function", "make_predict_function"):
         setattr(keras.Model, name, _asking(getattr(keras.Model, name), ask))
@@ -117,18 +121,9 @@ def _divisor(values: Array, sample_weight: Array | None, mask: Array | None, red
     return jnp.sum(loss_module.squeeze_or_expand_to_same_rank(values, weights)[1])
 
 
-def _telling(create: Method, tell: Callable[[T], None]) -> Method:
-    @functools.wraps(create)
-    def create_and_tell(self: T, *args: object, **kwargs: object) -> None:  # Keras looks for arguments with these names
-        create(self, *args, **kwargs)
-        tell(self)
-
-    return create_and_tell
-
-
-def _asking(make: Method, ask: Callable[[ModelLike], None]) -> Method:
+def _asking(make: Method, ask: Callable[[keras.Model], None]) -> Method:
     @functools.wraps(make)
-    def ask_and_make(self: ModelLike, *arguments: object, **named: object) -> object:
+    def ask_and_make(self: keras.Model, *arguments: object, **named: object) -> object:
         ask(self)
         return make(self, *arguments, **named)
 
@@ -138,9 +133,9 @@ def _asking(make: Method, ask: Callable[[ModelLike], None]) -> Method:
 # ---- for one object
 
 
-def give_methods(model: ModelLike, methods: Mapping[str, Method]) -> None:
-    """Replace methods of a model, and not of its class: Keras's loops have no hooks."""
-    vars(model).update(methods)
+def give_methods(owner: object, methods: Mapping[str, Method]) -> None:
+    """Replace methods of a model or callback, and not of its class: Keras's loops and backups have no hooks."""
+    vars(owner).update(methods)
 
 
 @contextmanager
@@ -159,7 +154,7 @@ def hold_place(variable: keras.Variable) -> None:
     variable._value = zeros
 
 
-def begin_with_epoch(model: ModelLike, epoch: int) -> None:
+def begin_with_epoch(model: keras.Model, epoch: int) -> None:
     """Set the first epoch of `fit` after its callbacks have begun: Keras takes the epoch only as an argument."""
     model._initial_epoch = epoch or None
 
@@ -177,11 +172,4 @@ def pass_over_batches(callbacks: keras.callbacks.CallbackList) -> None:
         if not all(is_default(getattr(each, hook)) for each in callbacks.callbacks for hook in hooks):
             dispatch(batch, logs)
 
-    vars(callbacks)["on_train_batch_end"] = on_train_batch_end
-
-
-def back_up_with(
-    callback: keras.callbacks.BackupAndRestore, save: Callable[[], None], load: Callable[[], None]
-) -> None:
-    """Replace the functions with which a `BackupAndRestore` saves and loads: Keras has no option for this."""
-    vars(callback).update(_save_model=save, _load_model=load)
+    give_methods(callbacks, {"on_train_batch_end": on_train_batch_end})

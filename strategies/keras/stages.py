@@ -14,9 +14,8 @@ import keras
 from keras import tree
 
 from strategies.argument_checks import at_least, integer
-from strategies.keras.patches import method_replaced, tell_of_new_calls
-from strategies.keras.protocols import ModelLike, NodeLike
-from strategies.pipelines.marks import pipeline_stage
+from strategies.keras.patches import Node, method_replaced, tell_of_new
+from strategies.pipelines.stages import pipeline_stage
 from strategies.typing import Tree
 
 Stage: TypeAlias = Any
@@ -26,7 +25,7 @@ Stages: TypeAlias = tuple[Stage, ...]
 """The stage of each call of a layer, or the stages of a nested model; None for a call without one."""
 
 _current: ContextVar[int | None] = ContextVar("pipeline stage of layers", default=None)
-_stages: WeakKeyDictionary[NodeLike, int] = WeakKeyDictionary()  # the stage of each call made in a `PipelineStage`
+_stages: WeakKeyDictionary[Node, int] = WeakKeyDictionary()  # the stage of each call made in a `PipelineStage`
 
 
 @dataclass
@@ -73,7 +72,7 @@ class FunctionalNestedModelPipelineStageAssignment:
         pipeline_stage_assignments: Stages of its layers.
     """
 
-    nested_model: ModelLike
+    nested_model: keras.Model
     node_index: int
     pipeline_stage_assignments: Sequence[Assignment] = ()
 
@@ -90,7 +89,7 @@ class SequentialNestedModelPipelineStageAssignment:
         pipeline_stage_assignments: Stages of its layers.
     """
 
-    nested_model: ModelLike
+    nested_model: keras.Model
     pipeline_stage_assignments: Sequence[Assignment] = ()
 
     def __str__(self) -> str:
@@ -144,12 +143,12 @@ def PipelineStage(stage: int) -> Iterator[None]:
 def _mark_nodes() -> None:
     """Record the stage of each call of a layer in a `PipelineStage`, in all threads."""
 
-    def mark(node: NodeLike) -> None:
+    def mark(node: Node) -> None:
         stage = _current.get()
         if stage is not None:
             _stages[node] = stage
 
-    tell_of_new_calls(mark)
+    tell_of_new(Node, mark)
 
 
 class Assignments:
@@ -159,7 +158,7 @@ class Assignments:
         model: Functional or sequential model; the calls of other models are not known.
     """
 
-    def __init__(self, model: ModelLike) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self._model = model
         self._is_sequential = isinstance(model, keras.Sequential)
         self._computed: object = model._functional if self._is_sequential else model
@@ -184,14 +183,14 @@ class Assignments:
         return self._computed
 
     @property
-    def nodes(self) -> list[NodeLike]:
+    def nodes(self) -> list[Node]:
         """The calls, each after the calls whose outputs it takes."""
         by_depth = self.functional._nodes_by_depth
         ordered = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
         return [node for node in ordered if not node.is_input]
 
     @property
-    def _layers(self) -> list[ModelLike]:
+    def _layers(self) -> list[keras.Model]:
         return list(self._model.layers) if self._is_sequential else [node.operation for node in self.nodes]
 
     @property
@@ -286,9 +285,9 @@ class Assignments:
                     "the stage of the layer before it, or the next stage"
                 )
         else:
-            self._refuse_backwards(stages)
+            self._check_stage_order(stages)
 
-    def _refuse_backwards(self, stages: Stages) -> None:
+    def _check_stage_order(self, stages: Stages) -> None:
         last: dict[int, int] = {}
         for node, stage in zip(self.nodes, stages, strict=True):
             for value in node.input_tensors:
@@ -372,7 +371,7 @@ class StagedModel:
         return tree.pack_sequence_as(functional._outputs_struct, [values[id(one)] for one in functional.outputs])
 
 
-def _index_of(node: NodeLike) -> int:
+def _index_of(node: Node) -> int:
     return int(node.operation._inbound_nodes.index(node))
 
 

@@ -1,10 +1,11 @@
-"""The stateless functions of a Keras model, and its untrained state, on which replicas agree."""
+"""The stateless functions of a Keras model on JAX, its untrained state, and types for parts of Keras without types."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,32 +16,50 @@ from keras.utils import unpack_x_y_sample_weight
 from strategies.errors import StrategyError
 from strategies.jax.gradients.model_state import ALIKE, CONSTANT, FIRST, MEAN, SUM
 from strategies.jax.programs.dataflow import looks
-from strategies.keras.protocols import Array, Logs, ModelLike, Values
-from strategies.typing import Batch, Tree, Variables
+from strategies.typing import Batch, Number, Tree, Variables
+
+Array: TypeAlias = jax.Array | np.ndarray
+"""The value of a variable: an array of JAX or NumPy."""
+
+Values: TypeAlias = Sequence[Array]
+"""The values of variables, in Keras's order."""
+
+State: TypeAlias = Sequence[Values]
+"""The state in Keras's loops: values of the trainable, the other, the optimizer's and the metrics' variables."""
+
+Logs: TypeAlias = dict[str, Number]
+"""Losses and results of metrics by name."""
+
+ModelClass: TypeAlias = Any
+"""A class of models, of Keras or of the user."""
+
+Callbacks: TypeAlias = Any
+"""Callbacks as users give them: one, a nested list of them, a `CallbackList`, or None."""
+
 
 VARIABLES, METRICS = "variables", "metrics"
 """The parts of the model state: variables that are not trained, and variables of metrics."""
 
 
-def seeds_of(model: ModelLike) -> tuple[bool, ...]:
+def seeds_of(model: keras.Model) -> tuple[bool, ...]:
     """Return, for each variable that is not trained, whether it is the state of a `SeedGenerator`."""
     layers = model._flatten_layers()
     states = {id(generator.state) for layer in layers for generator in layer._seed_generators}
     return tuple(id(variable) in states for variable in model.non_trainable_variables)
 
 
-def seed_variables(model: ModelLike) -> list[keras.Variable]:
+def seed_variables(model: keras.Model) -> list[keras.Variable]:
     """Return the variables that are states of seed generators."""
     pairs = zip(model.non_trainable_variables, seeds_of(model), strict=True)
     return [variable for variable, flag in pairs if flag]
 
 
-def random_states(model: ModelLike) -> list[list[int]]:
+def random_states(model: keras.Model) -> list[list[int]]:
     """Return the states of a model's seed generators, which Keras does not save in files."""
     return [np.asarray(variable.value).tolist() for variable in seed_variables(model)]
 
 
-def set_random_states(model: ModelLike, states: Sequence[Sequence[int]]) -> bool:
+def set_random_states(model: keras.Model, states: Sequence[Sequence[int]]) -> bool:
     """Set the states of a model's seed generators; return False, and set nothing, if their numbers differ."""
     variables = seed_variables(model)
     if len(variables) != len(states):
@@ -94,7 +113,7 @@ class Seeds:
         return [value + (new - own) if flag else new for value, own, new, flag in rows]
 
 
-def words_of(variables: Sequence[keras.Variable], flags: Sequence[bool], is_changed: Sequence[bool]) -> list[str]:
+def reductions_of(variables: Sequence[keras.Variable], flags: Sequence[bool], is_changed: Sequence[bool]) -> list[str]:
     """Return, for each untrained variable, how replicas agree on its value, such as by MEAN or FIRST.
 
     Args:
@@ -103,17 +122,17 @@ def words_of(variables: Sequence[keras.Variable], flags: Sequence[bool], is_chan
         is_changed: For each variable, whether a step changes it.
     """
     return [
-        ALIKE if flag else _word(variable) if changed else CONSTANT
+        ALIKE if flag else _reduction(variable) if changed else CONSTANT
         for variable, flag, changed in zip(variables, flags, is_changed, strict=True)
     ]
 
 
-def _word(variable: keras.Variable) -> str:
+def _reduction(variable: keras.Variable) -> str:
     is_float = jnp.issubdtype(variable.dtype, jnp.floating)
     return MEAN if is_float and variable.aggregation != "only_first_replica" else FIRST
 
 
-def words_of_metrics(
+def reductions_of_metrics(
     variables: Sequence[keras.Variable], is_changed: Sequence[bool], adds: Sequence[bool]
 ) -> list[str]:
     """Return, for each variable of metrics, how replicas agree on it: by an exact SUM, unless Keras asks otherwise.
@@ -126,21 +145,21 @@ def words_of_metrics(
     Raises:
         StrategyError: If a variable is to be summed, but a step does something else than add to it.
     """
-    words = []
+    reductions = []
     for variable, changed, is_added in zip(variables, is_changed, adds, strict=True):
         if not changed:
-            words.append(CONSTANT)
+            reductions.append(CONSTANT)
         elif variable.aggregation in ("mean", "only_first_replica"):
-            words.append(_word(variable))
+            reductions.append(_reduction(variable))
         elif is_added:
-            words.append(SUM)
+            reductions.append(SUM)
         else:
             raise StrategyError(
                 f"variable {variable.path!r} of a metric is aggregated as {variable.aggregation!r} over replicas, but "
                 "update_state does more than add to it; use add_variable(aggregation='mean') or "
                 "'only_first_replica', or a metric that adds"
             )
-    return words
+    return reductions
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +173,7 @@ class ModelFunctions:
         tracing: Context entered while training losses are traced.
     """
 
-    model: ModelLike
+    model: keras.Model
     seeds: Seeds
     unscaled: Values = ()
     tracing: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -177,7 +196,7 @@ class ModelFunctions:
         logs, metrics = self.model._update_metrics_variables(metrics, unscaled, x, y, y_pred, sample_weight)
         return loss, list(others), list(metrics), logs
 
-    def words(
+    def reductions(
         self, variables: Variables, others: Values, metrics: Values, batch: Batch, training: bool
     ) -> tuple[dict[str, list[str]], tuple[str, ...]]:
         """Return how replicas agree on each part of the model state, and the logs that do not come from metrics.
@@ -185,7 +204,7 @@ class ModelFunctions:
         Only shapes and dtypes of the arguments matter.
 
         Raises:
-            StrategyError: If the variable of a metric cannot be summed over replicas; see `words_of_metrics`.
+            StrategyError: If the variable of a metric cannot be summed over replicas; see `reductions_of_metrics`.
         """
         count, names = len(others), list[str]()
 
@@ -195,11 +214,11 @@ class ModelFunctions:
             return [*others, *metrics]
 
         changed, adds = looks(after, *jax.tree.map(shape_of, ([*others, *metrics], list(variables), batch)))
-        words = {
-            VARIABLES: words_of(self.model.non_trainable_variables, self.seeds.flags, changed[:count]),
-            METRICS: words_of_metrics(self.model.metrics_variables, changed[count:], adds[count:]),
+        reductions = {
+            VARIABLES: reductions_of(self.model.non_trainable_variables, self.seeds.flags, changed[:count]),
+            METRICS: reductions_of_metrics(self.model.metrics_variables, changed[count:], adds[count:]),
         }
-        return words, tuple(names)
+        return reductions, tuple(names)
 
     def outputs(self, variables: Variables, others: Values, batch: Batch) -> Tree:
         """Return the model's outputs for each row; traceable by JAX."""
@@ -218,10 +237,11 @@ def _valued(value: jax.Array, derived: jax.Array) -> jax.Array:
 _valued.defjvp(lambda given, tangents: (given[0], tangents[1]))
 
 
-def results_of(model: ModelLike, metrics: Values) -> Logs:
+def results_of(model: keras.Model, metrics: Values) -> Logs:
     """Return the results of metrics whose variables have these values; traceable by JAX."""
     with keras.StatelessScope(state_mapping=list(zip(model.metrics_variables, metrics, strict=True))):
-        return model.get_metrics_result()
+        results: Logs = model.get_metrics_result()
+        return results
 
 
 def shape_of(leaf: Array) -> jax.ShapeDtypeStruct:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -14,35 +13,25 @@ from jax.extend import core
 from popdist.switches import require_switches, require_switches_or_none
 from strategies.argument_checks import positive, wrong_type
 from strategies.defaults import current_defaults
-from strategies.exchange.shards import Shards
+from strategies.exchange.flat import Shards
 from strategies.jax.gradients.replica_program import ReplicaProgram, ReplicaShapes
-from strategies.jax.programs.jaxpr import Graph, every_equation
-from strategies.jax.programs.recomputation import MARK, recomputing
-from strategies.jax.programs.segments import ProgramSegment
+from strategies.jax.programs.jaxpr import Graph, ProgramSegment, every_equation
+from strategies.jax.programs.recomputation import is_mark, recomputing
 from strategies.jax.replicas.replicas import Replicas
-from strategies.pipelines.advice import choose_for
-from strategies.pipelines.mapping import (
+from strategies.pipelines.running.arguments import LOSS, TOTAL, Arguments
+from strategies.pipelines.running.stage_gradients import PipelinePlan, Take, Watch
+from strategies.pipelines.running.stage_programs import Executables, MicroBatchOutputs, Staged, StashPolicy
+from strategies.pipelines.stages import (
     DeviceMapping,
+    check_no_idle_devices,
+    check_shard_marks,
+    cut_in_stages,
     places_of,
-    refuse_idle_devices,
     schedule_for,
     stages_like,
     timetable_for,
 )
-from strategies.pipelines.marks import cut_in_stages, refuse_other_shards
-from strategies.pipelines.running.arguments import LOSS, TOTAL, Arguments
-from strategies.pipelines.running.replica_run import MicroBatchOutputs, StashPolicy
-from strategies.pipelines.running.stage_gradients import PipelinePlan, Take, Watch
-from strategies.pipelines.running.stage_plan import StagePlan
-from strategies.pipelines.running.stage_programs import Executables
-from strategies.pipelines.running.staged import Staged
-from strategies.pipelines.schedules import PipelineSchedule, Schedule
-from strategies.pipelines.timetable import Places, Timetable
-
-AUTO = "auto"
-"""The word, in place of a schedule, for the fastest one that fits into memory."""
-
-logger = logging.getLogger(__name__)
+from strategies.pipelines.timetable import PipelineSchedule, Schedule, Timetable
 
 
 class RecomputationMode(Enum):
@@ -74,10 +63,7 @@ class Pipelining:
 
     Attributes:
         device_mapping: The device of each stage, 0 to ipus_per_replica - 1.
-        schedule: The order of the stages' work: a member of `PipelineSchedule` or its name; or "auto". With "auto",
-            instance 0 measures the stages before the first step. Then the schedule with the shortest simulated update
-            is used, with or without recomputation (see `choose`), and the log gives the reason. If stages call
-            collectives, "auto" is Sequential.
+        schedule: The order of the stages' work: a member of `PipelineSchedule` or its name.
         recompute: Whether stages keep their inputs only, and run their forward passes again for the backward passes.
             None: as the defaults of the strategy in whose scope the option is made, or `allow_recompute` of the
             configuration in force (`strategies.config`); otherwise False.
@@ -88,8 +74,6 @@ class Pipelining:
         offload_activations: Whether the values for backward passes are kept in host memory.
         offload_gradient_accumulation_buffers: Whether accumulators are kept in host memory between additions.
         watch: A function, called after each step with the timed actions of each local replica's devices.
-        memory_limit_bytes: With "auto", the limit of the bytes that a device keeps for backward passes; None for no
-            limit.
         take_outputs: A function, called after each step with the outputs of an `Outcome`, for each local replica and
             micro-batch.
         allow_idle_devices: Whether the mapping may leave devices out, as pipelines of functions may.
@@ -111,7 +95,6 @@ class Pipelining:
     offload_gradient_accumulation_buffers: bool = False
     watch: Watch | None = None
     take_outputs: Take | None = None
-    memory_limit_bytes: int | None = None
     allow_idle_devices: bool = False
 
     def __post_init__(self) -> None:
@@ -125,7 +108,6 @@ class Pipelining:
         if not isinstance(self.recomputation_mode, RecomputationMode | None):
             raise TypeError(f"recomputation_mode is {self.recomputation_mode!r}; use a member of RecomputationMode")
         positive("batch_serialization_iterations", self.batch_serialization_iterations)
-        self._refuse_with_auto()
         is_in_turns = self._schedule.name == "interleaved"
         if is_in_turns and self.recomputation_mode is RecomputationMode.RecomputeAndBackpropagateInterleaved:
             raise NotImplementedError(
@@ -135,54 +117,28 @@ class Pipelining:
         if not isinstance(self.device_mapping, Sequence) or isinstance(self.device_mapping, str):
             raise wrong_type("device_mapping", self.device_mapping, "it must be a list of devices, one for each stage")
         if not self.allow_idle_devices:
-            refuse_idle_devices(self.device_mapping)
-
-    def _refuse_with_auto(self) -> None:
-        if self.is_automatic and (self.recompute or self.batch_serialization_iterations > 1):
-            raise ValueError(
-                f'schedule is "auto", with recompute={self.recomputes} and batch_serialization_iterations='
-                f'{self.batch_serialization_iterations}; "auto" decides on both: leave them out, or name a schedule'
-            )
-        if self.memory_limit_bytes is not None:
-            positive("memory_limit_bytes", self.memory_limit_bytes)
-            if not self.is_automatic:
-                raise ValueError(
-                    f"memory_limit_bytes is {self.memory_limit_bytes}, but the schedule is {self._schedule.name}; only "
-                    'schedule="auto" uses a limit: use that, or no limit'
-                )
-
-    @property
-    def is_automatic(self) -> bool:
-        """Whether the schedule is chosen by measured times."""
-        return self.schedule == AUTO
+            check_no_idle_devices(self.device_mapping)
 
     @cached_property
     def recomputes(self) -> bool:
         """Whether stages recompute: `recompute`, or if that is None, the configuration when this object was made."""
         if self.recompute is None:
-            return bool(current_defaults().recomputes) and not self.is_automatic
+            return bool(current_defaults().recomputes)
         return self.recompute
 
     @cached_property
     def _schedule(self) -> Schedule:
-        named = PipelineSchedule.Sequential if self.is_automatic else self.schedule
-        return schedule_for(named, self.batch_serialization_iterations)
+        return schedule_for(self.schedule, self.batch_serialization_iterations)
 
     @property
     def terms(self) -> Mapping[str, object]:
         """The options that must be the same on all instances."""
         return {
             "device_mapping": list(self.device_mapping),
-            "schedule": AUTO if self.is_automatic else self._schedule.name,
-            "memory_limit_bytes": self.memory_limit_bytes,
+            "schedule": self._schedule.name,
             "recompute": self.recomputes,
             "batch_serialization_iterations": self.batch_serialization_iterations,
         }
-
-    def places(self, ipus_per_replica: int) -> Places:
-        """Return the devices of each stage. Raises the errors of `places_of`."""
-        stages = stages_like(self.device_mapping, len(self.device_mapping))
-        return places_of(stages, self.device_mapping, ipus_per_replica, self.batch_serialization_iterations)
 
     def timetable(self, ipus_per_replica: int, count: int, training: bool = True) -> Timetable:
         """Return the actions of each device for an update.
@@ -190,43 +146,23 @@ class Pipelining:
         Raises:
             FailedPreconditionError: If the count is no multiple of the number that the schedule needs.
         """
-        places = self.places(ipus_per_replica)
-        return timetable_for(self._schedule, places, count, training, self.batch_serialization_iterations)
+        mapping, iterations = self.device_mapping, self.batch_serialization_iterations
+        places = places_of(stages_like(mapping, len(mapping)), mapping, ipus_per_replica, iterations)
+        return timetable_for(self._schedule, places, count, training, iterations)
 
     def plan(
         self, replicas: Replicas, program: ReplicaProgram, shapes: ReplicaShapes, shards: Shards | None
     ) -> PipelinePlan:
-        """Return the plan of the stages' programs. With "auto", measure and choose the schedule first; collective."""
+        """Return the plan of the stages' programs."""
         if program.places.is_weighted:
-            program.refuse_to_multiply_losses("the loss of a pipeline has weights")
-        executables = Executables(replicas.devices.compile)
-        if not self.is_automatic:
-            return self._plan(replicas, program, shapes, shards, executables)
-        sequential = replace(self, schedule=PipelineSchedule.Sequential, memory_limit_bytes=None)
-        first = sequential._plan(replicas, program, shapes, shards, executables)
-        if not program.is_independent:
-            logger.info("sequential was chosen, because stages of the pipeline call collectives")
-            return first
-        choice = choose_for(replicas, first.stages, self.memory_limit_bytes)
-        logger.info(choice.reason)
-        chosen = replace(sequential, schedule=choice.chosen.schedule, recompute=choice.chosen.recompute)
-        return chosen._plan(replicas, program, shapes, shards, executables)
-
-    def _plan(
-        self,
-        replicas: Replicas,
-        program: ReplicaProgram,
-        shapes: ReplicaShapes,
-        shards: Shards | None,
-        executables: Executables,
-    ) -> PipelinePlan:
+            program.check_losses_scalable("the loss of a pipeline has weights")
         timetable = self.timetable(replicas.grid.ipus_per_replica, program.accumulation.count)
         arguments = Arguments.of(program, shapes, self.take_outputs is not None)
         closed, (_, _, after, outputs) = jax.make_jaxpr(arguments.loss, return_shape=True)(*arguments.shapes)
-        refuse_captured(closed)
-        refuse_what_meets(program.has_feeds, program.is_independent, timetable)
+        check_nothing_captured(closed)
+        check_stages_independent(program.has_feeds, program.is_independent, timetable)
         graph = Graph.of(closed)
-        refuse_other_shards(graph, timetable.mapping)
+        check_shard_marks(graph, timetable.mapping)
         carried, untouched = arguments.carried(graph)
         staged = Staged(
             cut_in_stages(graph, self.widths(timetable), untouched, arguments.places[0]),
@@ -239,13 +175,13 @@ class Pipelining:
         blocks: frozenset[int] = frozenset()
         if self.recomputes and self.recomputation_mode is RecomputationMode.RecomputeAndBackpropagateInterleaved:
             staged, blocks = in_blocks(staged)
-        arguments.refuse_spread(staged, timetable.mapping)
+        arguments.check_values_not_shared(staged, timetable.mapping)
         first = TOTAL + 1 + len(after)
         out = MicroBatchOutputs(jax.tree.structure(outputs), range(first, first + len(jax.tree.leaves(outputs))))
         offloads = (self.offload_activations, self.offload_gradient_accumulation_buffers)
         keeping = StashPolicy(self.recomputes, *offloads, blocks)
-        stages = StagePlan(executables, program, arguments, staged, timetable, shards, keeping, out)
-        return PipelinePlan(stages, closed, self.watch, self.take_outputs)
+        executables, after_step = Executables(replicas.devices.compile), (self.watch, self.take_outputs)
+        return PipelinePlan(executables, arguments, closed, staged, timetable, shards, keeping, out, *after_step)
 
     def widths(self, timetable: Timetable) -> list[int]:
         """Return the number of functions of each stage."""
@@ -255,7 +191,12 @@ class Pipelining:
 
 def in_blocks(staged: Staged) -> tuple[Staged, frozenset[int]]:
     """Make segments with a `recomputation_checkpoint` recompute by blocks; also return these segments' numbers."""
-    marked = frozenset(number for number, segment in enumerate(staged.segments) if _has_mark(staged, segment))
+
+    def has_mark(segment: ProgramSegment) -> bool:
+        given = segment.read(staged.arguments, staged.shapes)
+        return any(map(is_mark, every_equation(jax.make_jaxpr(segment.function)(*given).jaxpr)))
+
+    marked = frozenset(number for number, segment in enumerate(staged.segments) if has_mark(segment))
     changed = (
         replace(segment, function=recomputing(segment.function, "blocks")) if number in marked else segment
         for number, segment in enumerate(staged.segments)
@@ -263,13 +204,7 @@ def in_blocks(staged: Staged) -> tuple[Staged, frozenset[int]]:
     return replace(staged, stages=tuple(tuple(next(changed) for _ in own) for own in staged.stages)), marked
 
 
-def _has_mark(staged: Staged, segment: ProgramSegment) -> bool:
-    given = segment.read(staged.arguments, staged.shapes)
-    equations = every_equation(jax.make_jaxpr(segment.function)(*given).jaxpr)
-    return any(one.primitive.name == "name" and one.params["name"] == MARK for one in equations)
-
-
-def refuse_captured(closed: core.ClosedJaxpr) -> None:
+def check_nothing_captured(closed: core.ClosedJaxpr) -> None:
     """Raise if the traced function reads values of another program.
 
     Raises:
@@ -283,7 +218,7 @@ def refuse_captured(closed: core.ClosedJaxpr) -> None:
             )
 
 
-def refuse_what_meets(has_feeds: bool, is_independent: bool, timetable: Timetable) -> None:
+def check_stages_independent(has_feeds: bool, is_independent: bool, timetable: Timetable) -> None:
     """Raise if stages use feeds or collectives, which need one fixed order, but stages run at the same time.
 
     Raises:

@@ -11,14 +11,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Self, final
 
+import popdist
 from collectives import forks
+from popdist.errors import EnvironmentMismatchError
+from popdist.records import metric_words
 from popdist.records.distribution_settings import DistributionSettings
-from popdist.records.watched import Waits
-from strategies.sinks.distribution import Distribution
-from strategies.sinks.sink import NO_DISTRIBUTIONS, Reading, Row, Sink, is_scalar, reading_of
+from popdist.records.faults import ATTEMPT_VARIABLE
+from strategies.sinks.files import CsvFile, JsonLines
+from strategies.sinks.services import EXPERIMENT_VARIABLE, MlflowRun, Prometheus, TensorBoard, WandbRun
+from strategies.sinks.sink import NO_DISTRIBUTIONS, Distribution, JobFacts, Reading, Row, Sink, is_scalar, reading_of
 
 logger = logging.getLogger("strategies.metrics")
 
@@ -37,23 +41,6 @@ LOOK_S = 0.01
 """The seconds between two looks of a caller that waits until rows are written."""
 CLOSING_S = 10.0
 """The most seconds that the end of a program waits for a busy sink."""
-
-
-@dataclass(frozen=True)
-class JobFacts:
-    """The facts about the job that sinks need.
-
-    Attributes:
-        is_chief: Returns whether this instance writes for all; an instance may become chief when others are lost.
-        lost: Returns the number of lost instances.
-        restarts: Number of restarts of the job.
-        waits: Time that this instance has waited for others; None if it is not measured.
-    """
-
-    is_chief: Callable[[], bool] = lambda: True
-    lost: Callable[[], int] = lambda: 0
-    restarts: int = 0
-    waits: Waits | None = None
 
 
 @final
@@ -112,7 +99,7 @@ class Sinks:
         if scalars:
             self.log(scalars, step)
 
-    def tell(
+    def add_step(
         self,
         step: int,
         read: Reading,
@@ -255,15 +242,12 @@ class SinkDelivery:
 
     def _with_room(self, row: Row) -> Row:
         """Return the row; if too many distributions wait, return it without its own."""
-        if self._distributions_waiting + len(row.distributions) > MOST_DISTRIBUTIONS:
+        waiting = self._distributions_come - self._distributions_done
+        if waiting + len(row.distributions) > MOST_DISTRIBUTIONS:
             self._left_out += len(row.distributions)
             return row.without_distributions()
         self._distributions_come += len(row.distributions)
         return row
-
-    @property
-    def _distributions_waiting(self) -> int:
-        return self._distributions_come - self._distributions_done
 
     @property
     def _waiting(self) -> int:
@@ -361,3 +345,79 @@ class SinkDelivery:
         with suppress(Exception):
             if self._is_open:
                 self._sink.close()
+
+
+# ---- the sinks that words and environment variables name
+
+_opened: list[Sinks] = []
+_asked: dict[str, Sinks] = {}
+
+
+def open_sinks(wanted: Sequence[str | Sink], job: JobFacts, environ: Mapping[str, str]) -> Sinks:
+    """Open sinks. `opened` lists them until they are closed.
+
+    Args:
+        wanted: Words such as "csv:run.csv", and sinks.
+        job: Facts about the job.
+        environ: Environment variables, with the number of restarts.
+
+    Returns:
+        The sinks, open on the instance that writes.
+
+    Raises:
+        ValueError: A word has no meaning, or a sink cannot be opened.
+    """
+    job = replace(job, restarts=int(environ.get(ATTEMPT_VARIABLE, "0")))
+    words = metric_words.parse_words([each for each in wanted if isinstance(each, str)])
+    if job.is_chief() and not job.restarts:
+        for word in words:
+            if fault := metric_words.fault_of(word):
+                raise ValueError(fault)
+    own = [each for each in wanted if not isinstance(each, str)]
+    if not words and not own:
+        raise ValueError("metrics have no sink; name one, for example csv:run.csv")
+    sinks = Sinks([*(sink_of(word, job, environ) for word in words), *own], job)
+    _opened.append(sinks)
+    sinks.at_close(_opened.remove)
+    return sinks
+
+
+def asked_sinks(job: JobFacts, environ: Mapping[str, str]) -> list[Sinks]:
+    """Return the sinks that the environment names; a process opens them only once.
+
+    Raises:
+        EnvironmentMismatchError: The environment names an unknown sink, or one that cannot be opened.
+    """
+    text = environ.get(metric_words.VARIABLE)
+    if not text:
+        return []
+    if text not in _asked:
+        # Under a launcher each of several processes may have a strategy of one instance; only the chief writes.
+        only_one = replace(job, is_chief=lambda: job.is_chief() and popdist.is_chief())
+        try:
+            _asked[text] = open_sinks([text], only_one, environ)
+        except ValueError as error:
+            raise EnvironmentMismatchError(f"{metric_words.VARIABLE}: {error}") from error
+        _asked[text].at_close(lambda closed: _asked.pop(text))
+    return [_asked[text]]
+
+
+def opened() -> Sequence[Sinks]:
+    """Return all open sinks of this process."""
+    return tuple(_opened)
+
+
+def sink_of(word: metric_words.MetricWord, job: JobFacts, environ: Mapping[str, str]) -> Sink:
+    """Return the sink that a word names, not yet opened."""
+    run = environ.get(metric_words.RUN_VARIABLE, "")
+    if word.kind == metric_words.CSV:
+        return CsvFile(word.path)
+    if word.kind == metric_words.JSON_LINES:
+        return JsonLines(word.path)
+    if word.kind == metric_words.TENSORBOARD:
+        return TensorBoard(word.path)
+    if word.kind == metric_words.PROMETHEUS:
+        return Prometheus(*word.address, job)
+    if word.kind == metric_words.MLFLOW:
+        return MlflowRun(word.target, environ.get(EXPERIMENT_VARIABLE, ""), run)
+    return WandbRun(word.target, run)

@@ -22,10 +22,10 @@ import torch
 
 from strategies.core.agreement import broadcast_text
 from strategies.core.journal import Recorded
-from strategies.core.survival import together
+from strategies.core.survival import collectively
 from strategies.jax.replicas.replicas import Replicas
-from strategies.torch.optimizer_arrays import PARAMS
-from strategies.torch.replicas.groups import groups_of
+from strategies.torch.replicas.gradient_map import groups_of
+from strategies.torch.updates import PARAMS
 
 Order = Mapping[str, Sequence[str]]
 """The order of the parts of a module: the keys of each of its dictionaries."""
@@ -61,11 +61,11 @@ def _holders(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, object]]]
                 yield f"{prefix}/{number}", holder
 
 
-def told_order(replicas: Replicas, order: Order, root: int = 0) -> Order:
+def broadcast_order(replicas: Replicas, order: Order, root: int = 0) -> Order:
     """Return the order of rank `root`. Collective."""
     text = broadcast_text(replicas.communicator, json.dumps(order), root, "order of the module's parts")
-    told: Order = json.loads(text)
-    return told
+    received: Order = json.loads(text)
+    return received
 
 
 def agree_on_order(replicas: Replicas, module: torch.nn.Module) -> None:
@@ -75,8 +75,8 @@ def agree_on_order(replicas: Replicas, module: torch.nn.Module) -> None:
     """
     own = order_of(module)
     recorded = Recorded[Order]("order of the parts of a module", lambda order: lambda: order, lambda order: order)
-    tell = partial(told_order, replicas)
-    put_in_order(module, together(replicas, lambda: tell(own), tell, lambda: own, recorded))
+    share = partial(broadcast_order, replicas)
+    put_in_order(module, collectively(replicas, lambda: share(own), share, lambda: own, recorded))
 
 
 def lines_of_module(module: torch.nn.Module, of_steps: Container[tuple[int, str]] = ()) -> list[str]:
@@ -86,10 +86,7 @@ def lines_of_module(module: torch.nn.Module, of_steps: Container[tuple[int, str]
         module: The module.
         of_steps: The attributes that steps assign, `Attributes.of_steps`. They are not compared.
     """
-    return list(_of_module(module, of_steps))
-
-
-def _of_module(module: torch.nn.Module, of_steps: Container[tuple[int, str]]) -> Iterator[str]:
+    lines = []
     for name, inner in module.named_modules():
         attributes = {
             key: value
@@ -97,14 +94,15 @@ def _of_module(module: torch.nn.Module, of_steps: Container[tuple[int, str]]) ->
             if _is_compared(inner, key, value) and (id(vars(inner)), key) not in of_steps
         }
         numbers = ", ".join(f"{key}={value!r}" for key, value in sorted(attributes.items()))
-        yield f"{name or 'the module'}: {type(inner).__qualname__}({inner.extra_repr()}) {numbers}"
+        lines.append(f"{name or 'the module'}: {type(inner).__qualname__}({inner.extra_repr()}) {numbers}")
     for name, parameter in module.named_parameters():
         groups = groups_of(parameter)
         shown = "" if groups is None else f" {groups}"
         trained = "" if parameter.requires_grad else " not trained"
-        yield f"{name}: {parameter.dtype}{list(parameter.shape)}{trained}{shown}"
+        lines.append(f"{name}: {parameter.dtype}{list(parameter.shape)}{trained}{shown}")
     for name, buffer in module.named_buffers():
-        yield f"{name}: buffer {buffer.dtype}{list(buffer.shape)}"
+        lines.append(f"{name}: buffer {buffer.dtype}{list(buffer.shape)}")
+    return lines
 
 
 def _is_compared(module: torch.nn.Module, name: str, value: object) -> bool:
@@ -153,7 +151,7 @@ def _shown(value: object) -> str:
         return repr(value)
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_shown, value))})"
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+    if _is_scalar(value):
         return str(value.item())
     return type(value).__qualname__
 
@@ -166,7 +164,7 @@ class StepSettings:
         self._seen: list[object] = []
         self._hash = 0
 
-    def word(self, step: int, parameters: Sequence[torch.Tensor]) -> int:
+    def settings_hash(self, step: int, parameters: Sequence[torch.Tensor]) -> int:
         """Hash the settings to a number from 0 to 63, which depends on the step.
 
         Two different settings have equal hashes in one of 64 steps, so a difference is found at once or a few steps
@@ -182,7 +180,7 @@ class StepSettings:
             ]
         if seen != self._seen:
             self._seen, self._hash = seen, self._hashed(parameters)
-        return word_of(step, self._hash)
+        return hash_at_step(step, self._hash)
 
     def _hashed(self, parameters: Sequence[torch.Tensor]) -> int:
         places = {id(one): place for place, one in enumerate(parameters)}
@@ -196,7 +194,7 @@ class StepSettings:
         return hash((tuple(one.requires_grad for one in parameters), *groups))
 
 
-def word_of(step: int, number: int) -> int:
+def hash_at_step(step: int, number: int) -> int:
     """Hash `number` to a number from 0 to 63. In one of 64 steps two different numbers have the same hash."""
     return hash((step, number)) % _WORDS
 
@@ -231,14 +229,14 @@ def members_of_groups(
     }
 
 
-def settings_differ(words: float, squares: float) -> bool:
+def settings_differ(mean_hash: float, mean_square: float) -> bool:
     """Return whether the replicas' hashes of the settings differ: whether the variance is above zero.
 
     Args:
-        words: The mean of the hashes over all replicas.
-        squares: The mean of the squares of the hashes.
+        mean_hash: The mean of the hashes over all replicas.
+        mean_square: The mean of the squares of the hashes.
     """
-    return squares - words * words > _DIFFERENT
+    return mean_square - mean_hash * mean_hash > _DIFFERENT
 
 
 def _number(value: object) -> object:

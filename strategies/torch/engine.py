@@ -12,26 +12,22 @@ import torch
 from typing_extensions import override
 
 import strategies.trees as trees
-from strategies.core.agreement import insist_on_agreement
-from strategies.core.digest import insist_on_same_bits
-from strategies.core.distributions import Layers
-from strategies.core.engine import Arrived, Buffers, Engine
-from strategies.core.gathering import gather_arrays, replicas_where
-from strategies.core.rows import Begun, EvaluationTask
+from strategies.core.agreement import gather_arrays, insist_on_agreement, insist_on_same_bits, replicas_where
+from strategies.core.engine import Buffers, Engine, EvaluationTask, ExchangeResult, PendingBatch
+from strategies.core.metrics import Layers
+from strategies.core.options import ERROR, is_weighted
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
-from strategies.core.weights import ERROR, is_weighted
 from strategies.data.sources import Masked
 from strategies.errors import NonFiniteGradientError, SpareError, StrategyError
+from strategies.exchange.choice import DevicePath
 from strategies.exchange.flat import not_made, private_memory
 from strategies.exchange.means import Bucket
-from strategies.exchange.on_device import DevicePath
-from strategies.jax.comparing.agreement import digest_of_programs, terms_of
-from strategies.jax.comparing.digest import host_arrays
+from strategies.jax.comparing.agreement import digest_of_programs, host_arrays, terms_of
 from strategies.jax.memory.plan import MemoryPlan
 from strategies.jax.replicas.replicas import Replicas
 from strategies.loss_scaling import LossScale, LossScaling
 from strategies.pipelines.timetable import Timed
-from strategies.placeholders import resolve, unread
+from strategies.placeholders import fill, placeholders_like
 from strategies.torch.agreement import (
     StepSettings,
     lines_of_function,
@@ -41,31 +37,30 @@ from strategies.torch.agreement import (
     settings_differ,
     settings_in_words,
 )
-from strategies.torch.collated import CollatedBatch
-from strategies.torch.evaluation import TorchRows
+from strategies.torch.data import CollatedBatch, shape_of_rows, tensors_of
 from strategies.torch.exchange.device import DeviceExchange
 from strategies.torch.exchange.host import HostExchange
-from strategies.torch.exchange.interface import GradientExchange
 from strategies.torch.exchange.paths import path_for
-from strategies.torch.exchange.plan import Parameter, Tail, TorchGradientPlan, refuse_gradients_of_some
-from strategies.torch.layers import layers_of, learning_rates_of
-from strategies.torch.memory import plan_memory
-from strategies.torch.optimizer_arrays import numbers_of_groups
-from strategies.torch.options import TorchOptions
-from strategies.torch.outcomes import are_weighted
+from strategies.torch.exchange.plan import (
+    GradientExchange,
+    Parameter,
+    Tail,
+    TorchGradientPlan,
+    check_gradients_on_all,
+)
+from strategies.torch.hidden_values import HiddenValues
+from strategies.torch.options import TorchOptions, are_weighted, check_weights_supported
 from strategies.torch.replicas.buffers import BuffersHere
-from strategies.torch.replicas.guard import digests_of, refuse_difference
+from strategies.torch.replicas.evaluation import TorchRows
+from strategies.torch.replicas.guard import check_repetition, digests_of, is_due
 from strategies.torch.replicas.module_parts import Slot
 from strategies.torch.replicas.passes import LossFunction
-from strategies.torch.replicas.steps import LocalReplicas, ResultsOfTurn, StepInputs
-from strategies.torch.tensors import complex_view, dtype_of, host_array, tensors_of
-from strategies.torch.threads import intra_op_threads
+from strategies.torch.replicas.steps import LocalReplicas, ReplicaResults, StepInputs
+from strategies.torch.tensors import complex_view, host_array, intra_op_threads
 from strategies.torch.training import TorchTraining
-from strategies.torch.unread import UnreadTraining
-from strategies.torch.updates import refuse_groups, refuse_weights
-from strategies.train_state import TrainState
-from strategies.trees import ShapeOfArray
+from strategies.torch.updates import check_groups_supported, layers_of, learning_rates_of, numbers_of_groups
 from strategies.typing import Batch, Tree
+from strategies.values import TrainState
 
 
 @dataclass
@@ -129,7 +124,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         self._close_path: Callable[[], object] = lambda: None
         self._first_step: int | None = None  # the first step with these replicas and these parts of the module
         self._has_warned = False  # whether it has warned that a lost instance ends the job
-        self._unread = UnreadTraining(training.module, training.optimizer)
+        self._hidden_values = HiddenValues(training.module, training.optimizer)
         self._shapes: TrainState | None = None  # a snapshot whose shapes those of a spare have
         self._snapshot: TrainState | None = None  # the last one of a spare
         self._agreed: dict[str, str] = {}  # what an instance that joins has to agree with
@@ -150,13 +145,14 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         self._options = replace(self._options, loss_scaling=scaling)
         skipped = 0 if training.loss_scale is None else training.loss_scale.skipped
         training.loss_scale = replace(scaling.start(), skipped=np.int32(skipped))
+        self._close_local()  # the replicas map gradients by the options
         return scaling
 
     @property
     def outputs(self) -> Sequence[Sequence[Tree]]:
         """The outputs of the last step, by local replica and micro-batch."""
-        if self._unread.is_hidden:
-            self._unread.wait_for_values()
+        if self._hidden_values.is_hidden:
+            self._hidden_values.wait_for_values()
             raise SpareError("this instance was a spare in the last step, so it has no outputs of it; use metrics")
         fetched = self._training.memory_of_replicas.fetched
         return [] if self._local is None else [fetched(list(one.passes.outputs)) for one in self._local.results]
@@ -175,7 +171,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
 
     def _local_for(self, given: Batch, batch: Batch) -> LocalReplicas:
         """Return the replicas that compute gradients. Collective if batches of these shapes are new."""
-        self._replicas.dealing.refuse_others(given)
+        self._replicas.sharding.check_batch(given)
         training, local = self._training, self._local
         if training.watch.has_other_parts or training.watch.has_other_kinds:
             training.follow()
@@ -184,10 +180,11 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         if local is None or not local.fits(self._replicas):
             if local is not None:
                 self._announce_what_is_trained(local)
+                local.state.undo(training.step)
             self._close_local()
             self._first_step = training.step
             training.buffers.follow()
-            refuse_groups(training.module, training.optimizer, self._options)
+            check_groups_supported(training.module, training.optimizer)
             path = self._new_path()
             count = 0 if path is None else path.spread.size
             local = LocalReplicas(self._replicas, training, self._loss_fn, self._options, count)
@@ -205,7 +202,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     def _new_path(self) -> DevicePath | None:
         """Return the path of gradients among the present instances; None if the host exchanges them."""
         self._close_path()
-        self._path = path_for(self._replicas, self._training.memory_of_replicas, self._options)
+        self._path = path_for(self._replicas, self._training.memory_of_replicas)
         self._training.update.path = self._path
         if self._path is not None:
             # Windows are as large as all gradients: free them with the Trainer, even if it is not closed.
@@ -239,7 +236,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
                 **members_of_groups(training.module, training.optimizer, training.update.wholes),
             }
             local = len(replicas.local_replicas)
-            shapes = trees.map(lambda leaf: _shape_for_one(leaf, local), batch)
+            shapes = trees.map(lambda leaf: shape_of_rows(leaf, local), batch)
             options = {**self._options.terms, "step": training.step}
             terms = terms_of(options, dataset, shapes, programs, numbers_of_groups(training.optimizer))
             insist_on_agreement(replicas, terms)
@@ -254,64 +251,60 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         plan, replicas, training = self._gradient_plan(1), self._replicas, self._training
         memory, path = training.memory_of_replicas, self._path
         if path is None and replicas.num_instances == 1:  # several instances choose the path in the first step
-            path = path_for(replicas, memory, self._options)
+            path = path_for(replicas, memory)
         if path is not None:
-            return plan_memory(replicas, training, plan, [], batch, stays=True)
-        buckets = plan.buckets(not_made, self._writes_over)
-        return plan_memory(replicas, training, plan, buckets, batch)
+            return training.memory_plan(plan, [], batch, stays=True)
+        return training.memory_plan(plan, plan.buckets(not_made, self._writes_over), batch)
 
     def _make_exchange(self, names: tuple[str, ...]) -> GradientExchange:
         """Plan how gradients travel, and allocate the memory of their means. Collective."""
         if are_weighted(names):
-            refuse_weights(self._training.module, self._options)
-        plan, count = self._gradient_plan(len(names), are_weighted(names)), self._replicas.num_replicas_in_sync
+            check_weights_supported(self._training.module, self._options)
+        plan, count = self._gradient_plan(len(names)), self._replicas.num_replicas_in_sync
         local, memory, communicator = self._local, self._training.memory_of_replicas, self._replicas.communicator
         assert local is not None
         rows = [one.of_trained for one in local.rows]
+        insist_on_agreement(self._replicas, [{"metrics": ", ".join(names)}])
         if self._path is not None:
-            insist_on_agreement(self._replicas, [{"metrics": ", ".join(names)}])
             first, checks = local.replicas.start, self._options.check_numerics
             return DeviceExchange(plan, names, self._path, memory, communicator, rows, first, checks)
         # `grad` refers to means on the host, and programs write to it; a device gets copies.
         allocate = private_memory if memory.is_on_host else communicator.allocate
         return HostExchange(plan, names, communicator, count, rows, allocate, self._writes_over, memory.gpu)
 
-    def _gradient_plan(self, metrics: int, has_weights: bool = False) -> TorchGradientPlan:
-        """Return the plan of the gradients.
-
-        Args:
-            metrics: The number of metrics, and of the weight if there is one.
-            has_weights: Whether losses have weights. Collectives then have another name, so that all instances raise if
-                only some of them have weights.
-        """
-        title = "weighted gradients" if has_weights else "gradients"
+    def _gradient_plan(self, metrics: int) -> TorchGradientPlan:
+        """Return the plan of the gradients, given the number of metrics, and of the weight if there is one."""
         training, options = self._training, self._options
         named = training.module.named_parameters()
         parameters = tuple(Parameter.of(name, one) for name, one in named if one.requires_grad)
         tail = Tail.size(metrics, len(parameters), len(training.buffers.slots))
         if self._path is not None:
             tail = metrics if self._path.spread.size == 1 else tail
-            return TorchGradientPlan(parameters, options.transfer, tail=tail, title=title)
+            return TorchGradientPlan(parameters, options.transfer, tail=tail)
         streams = options.streams_over(self._replicas)
-        return TorchGradientPlan(parameters, options.transfer, streams, training.update.shards, tail, title)
+        return TorchGradientPlan(parameters, options.transfer, streams, training.update.shards, tail)
 
     @property
     def _writes_over(self) -> bool:
-        """Whether means of large gradients are written over them. A check of gradients, and a GPU, needs both."""
-        return not self._options.check_numerics and self._training.memory_of_replicas.gpu is None
+        """Whether means of large gradients are written over them.
+
+        A check of gradients, and a GPU, needs both. The backward pass may still read a gradient that leaves during it.
+        """
+        needs_both = self._options.check_numerics or self._options.streams_over(self._replicas)
+        return not needs_both and self._training.memory_of_replicas.gpu is None
 
     # ---- one step
 
     @override
     def begin(self, state: TorchTraining, batch: Batch, notice: bool) -> TorchPending:
         """Begin a step. After steps 1, 2, 4, 8 and so on instances compare bits."""
-        if (made := self._steps_made) and not made & (made - 1):
+        if (made := self._steps_made) and is_due(made):
             self._insist_on_same_bits(state)
         tensors = tensors_of(batch)
         local = self._local_for(batch, tensors)
         self._let_go(local)
         scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
-        settings = self._settings.word(state.step, state.parameters)
+        settings = self._settings.settings_hash(state.step, state.parameters)
         inputs = StepInputs(state.step, scale, notice, settings, self._steps_made + 1)
         return TorchPending(local, inputs, local.collect(tensors, inputs, self._make_exchange))
 
@@ -336,10 +329,10 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             local.exchange.let_go()
 
     @override
-    def arrived(self, pending: TorchPending) -> Arrived:
+    def finish_exchange(self, pending: TorchPending) -> ExchangeResult:
         training, exchange, local = self._training, pending.exchange, pending.local
         if local.repeats_in(pending.inputs):
-            refuse_difference(self._replicas, local.guard.found, training.step)
+            check_repetition(self._replicas, local.guard.found, training.step)
         plan, results = exchange.plan, local.results
         tail, means, are_bad, has_weight = self._received(exchange, pending.inputs.scale, results)
         if settings_differ(*tail.settings):
@@ -352,7 +345,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
                 "module that loss_fn gets as its first argument"
             )
         if self._options.missing_gradients == ERROR:
-            refuse_gradients_of_some(
+            check_gradients_on_all(
                 plan, tail.has_gradient, lambda number: [one.seen[number] for one in results], self._replicas
             )
         pending.values, pending.moving = self._agreed_buffers(exchange, tail, [one.slots for one in results])
@@ -365,10 +358,10 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             return self._named(plan, means), plan.shards
 
         names = exchange.names if tail.weight is None else exchange.names[:-1]
-        return Arrived(names, tail.metrics, tail.notice, is_finite, gradients, has_weight)
+        return ExchangeResult(names, tail.metrics, tail.notice, is_finite, gradients, has_weight)
 
     def _received(
-        self, exchange: GradientExchange, scale: float, results: Sequence[ResultsOfTurn]
+        self, exchange: GradientExchange, scale: float, results: Sequence[ReplicaResults]
     ) -> tuple[Tail, Sequence[torch.Tensor | None], np.ndarray | None, bool]:
         """Return the results of the exchange.
 
@@ -385,13 +378,13 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             WeightError: On all instances, if weights have no mean.
         """
         checks = self._training.loss_scale is not None or self._options.check_numerics
-        divisors, has_weight = self._divisors(1.0 if exchange.plan.quantised else scale, exchange.weight, results)
+        divisors, has_weight = self._divisors(scale, exchange.weight, results)
         means = exchange.means(*divisors)
-        tail, flags = exchange.arrived(means, checks)
+        tail, flags = exchange.tail_and_flags(means, checks)
         return tail, self._training.memory_of_replicas.put_means(means), flags if checks else None, has_weight
 
     def _divisors(
-        self, scale: float, weight: float | None, results: Sequence[ResultsOfTurn]
+        self, scale: float, weight: float | None, results: Sequence[ReplicaResults]
     ) -> tuple[list[float], bool]:
         """Return the divisors of mean gradients, and whether any loss has a weight above 0 (True without weights).
 
@@ -426,13 +419,11 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
 
     @override
     def update(self, pending: TorchPending, scale: LossScale | None) -> TorchTraining:
-        training, local = self._training, pending.local
+        training = self._training
         training.loss_scale = scale
         if pending.is_applied:
             self._apply(pending.means)
             training.buffers.keep(pending.values, pending.moving)
-            if pending.exchange.plan.quantised:
-                training.residuals = local.residuals
         training.step += 1
         training.replaced()
         return training
@@ -490,8 +481,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     # ---- without training
 
     @override
-    def tell(self, task: EvaluationTask, state: TorchTraining, batch: Masked) -> Begun:
-        return self._rows.tell(task, state, batch)
+    def begin_task(self, task: EvaluationTask, state: TorchTraining, batch: Masked) -> PendingBatch:
+        return self._rows.begin_task(task, state, batch)
 
     # ---- the state
 
@@ -508,7 +499,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     # ---- for sinks of metrics
 
     @override
-    def layers(self, state: TorchTraining, pending: TorchPending, arrived: Arrived) -> Layers:
+    def layers(self, state: TorchTraining, pending: TorchPending, result: ExchangeResult) -> Layers:
         plan = pending.exchange.plan
         names = [parameter.name for parameter in plan.parameters]
         return layers_of([*zip(names, state.trained, strict=True)], pending.means, self._replicas, plan.shards)
@@ -521,22 +512,22 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     # ---- spares
 
     @override
-    def unread(self, state: TorchTraining, step: int, wait: Callable[[], None]) -> TorchTraining:
+    def placeholder_state(self, state: TorchTraining, step: int, wait: Callable[[], None]) -> TorchTraining:
         """Hide the values of the module and of its optimizer, and count the step; return the same state."""
-        if not self._unread.is_hidden:
+        if not self._hidden_values.is_hidden:
             self.close()
             if self._first_step is not None:  # this instance was active
-                self._unread.forget()
-            self._unread.hide(wait)
+                self._hidden_values.forget()
+            self._hidden_values.hide(wait)
         state.step = step
         state.replaced()
         return state
 
     @override
-    def resolve(self, state: TorchTraining, values: TorchTraining) -> None:
+    def fill(self, state: TorchTraining, values: TorchTraining) -> None:
         """Give the snapshot that a spare has taken last the values of the module and of its optimizer."""
         if self._snapshot is not None and self._snapshot.step == values.step:
-            resolve(self._snapshot, values.state())
+            fill(self._snapshot, values.state())
         self._snapshot = None
 
     @override
@@ -544,7 +535,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         first = np.array(-1 if self._first_step is None else self._first_step)
         self._replicas.communicator.broadcast(first, root, name="first step with these replicas")
         if joins:
-            self._unread.show()
+            self._hidden_values.show()
             self._first_step = None if first < 0 else int(first)
         state.hand_over(root, joins)
         return state
@@ -552,14 +543,14 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     @override
     def rehearse(self, state: TorchTraining, batch: Batch) -> None:
         """Compute the gradients of a step, without an update. Then forget the values that the spare began with."""
-        with self._unread.shown():
+        with self._hidden_values.shown():
             try:
                 for _ in self.begin(state, batch, False).buckets:
                     pass
             finally:
                 self.close()
                 self._first_step = None
-                self._unread.forget()
+                self._hidden_values.forget()
 
     @property
     @override
@@ -571,22 +562,23 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     @override
     def snapshot(self, state: TorchTraining) -> TrainState:
         """Return the state as arrays that are views of the tensors' memory; on a spare as placeholders."""
-        if not self._unread.is_hidden:
+        if not self._hidden_values.is_hidden:
             return state.state()
         if self._shapes is None:
-            with self._unread.shown():
+            with self._hidden_values.shown():
                 self._shapes = state.state()
-        self._snapshot = replace(unread(self._shapes, self._unread.wait), step=state.step)
+        self._snapshot = replace(placeholders_like(self._shapes, self._hidden_values.wait), step=state.step)
         return self._snapshot
 
     @override
     def restore(self, snapshot: TrainState) -> TorchTraining:
         """Copy the arrays of a snapshot into the module and its optimizer, and return their training."""
         training = self._training
-        if self._unread.is_hidden:
+        if self._hidden_values.is_hidden:
             training.step = snapshot.step
         else:
             training.load(snapshot)
+            self._first_step = None if self._first_step is None else training.step
         return training
 
 
@@ -595,10 +587,3 @@ def flipped(state: TorchTraining) -> TorchTraining:
     octets = state.parameters[0].detach().view(-1)[:1].view(torch.uint8)
     octets[len(octets) // 2] ^= 1
     return state
-
-
-def _shape_for_one(leaf: object, local: int) -> object:
-    """Return the shape and dtype of one local replica's part of a leaf; None if the leaf is no tensor."""
-    if not isinstance(leaf, torch.Tensor):
-        return None
-    return ShapeOfArray((len(leaf) // local, *leaf.shape[1:]), dtype_of(leaf))

@@ -1,17 +1,22 @@
-"""A trainer of PyTorch modules on all replicas of a strategy."""
+"""A trainer of PyTorch modules on all replicas of a strategy, and its checkpoints as state dictionaries of PyTorch."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
+import numpy as np
 import torch
 
+import strategies.trees as trees
 from popdist.records.recording import FOLDER_VARIABLE
 from strategies.argument_checks import require_known_options
+from strategies.checkpoints.checkpoint_folder import Best
 from strategies.checkpoints.checkpoints import Checkpoints
+from strategies.checkpoints.loading import find_checkpoint, load_part
 from strategies.core.evaluation import Evaluation, Evaluator
 from strategies.core.metrics import Metrics, StepNotice
 from strategies.core.options import completed
@@ -20,24 +25,23 @@ from strategies.data.every_row import every_row
 from strategies.jax.replicas.replicas import Replicas
 from strategies.strategy import Strategy
 from strategies.torch.agreement import agree_on_order, members_of_groups
-from strategies.torch.device import HOST, chosen_here
 from strategies.torch.engine import TorchEngine, flipped
-from strategies.torch.evaluation import MeansOfRows, OutputsOfRows
-from strategies.torch.exchange.determinism import use_deterministic_operations
-from strategies.torch.memory import keep_freed_memory
 from strategies.torch.options import TorchOptions, TorchTrainerOptions
+from strategies.torch.replicas.buffers import OF_EACH
+from strategies.torch.replicas.evaluation import MeansOfRows, OutputsOfRows
 from strategies.torch.replicas.module_parts import stop_profiling
 from strategies.torch.replicas.passes import LossFunction
-from strategies.torch.training import TorchTraining, device_of, move, refuse_modules
-from strategies.torch.updates import ShardedTorchUpdate, WholeTorchUpdate, refuse_optimizers
-from strategies.train_state import TrainState
+from strategies.torch.tensors import HOST, as_tensor, chosen_here, keep_freed_memory, use_deterministic_operations
+from strategies.torch.training import IS_MADE, TorchTraining, check_module, device_of, move
+from strategies.torch.updates import GROUPS, PARAMS, STATE, TorchUpdate, check_module_optimizer, plain_number
 from strategies.trees import rows_of
 from strategies.typing import Batch, Tree
+from strategies.values import TrainState
 
 if TYPE_CHECKING:
     from strategies.jax.memory.plan import MemoryPlan
     from strategies.jax.step_record import StepRecorder
-    from strategies.pipelines.trace import Trace
+    from strategies.pipelines.plan import Trace
 
 
 class Trainer:
@@ -95,9 +99,9 @@ class Trainer:
     ) -> None:
         require_known_options(Trainer, options, TorchTrainerOptions.__annotations__)
         settings = completed(TorchOptions, strategy.defaults, {"seed": seed, **options})
-        refuse_modules(module)
+        check_module(module)
         stop_profiling(module)
-        refuse_optimizers(optimizer, module)
+        check_module_optimizer(optimizer, module)
         if settings.device is None and (found := device_of(module)) != HOST:
             settings = replace(settings, replica_device=found)
         if settings.device is not None:
@@ -111,19 +115,15 @@ class Trainer:
         replicas = strategy.replicas
         agree_on_order(replicas, module)
         sharding = settings.replicated_optimizer_state_sharding
-        update = (
-            ShardedTorchUpdate(replicas, optimizer, settings.min_elements_for_sharding)
-            if sharding
-            else WholeTorchUpdate(optimizer)
-        )
+        update = TorchUpdate(replicas, optimizer, settings.min_elements_for_sharding if sharding else None)
         self._training = TorchTraining(replicas, module, optimizer, update, settings)
         recorder = _recorder_for(replicas, seed)
         self._loss_fn = loss_fn
         self._engine = TorchEngine(replicas, self._training, loss_fn, settings, recorder is not None)
         self._options = settings
-        rules = StepRules(settings.digest_every, settings.check_numerics, settings.own_part, flipped, rows_of)
+        rules = StepRules(settings.digest_every, settings.check_numerics, settings.unrecoverable_part, flipped, rows_of)
         self._loop = StepLoop(replicas, self._engine, rules, settings.scaling, recorder)
-        self._evaluator = Evaluator(replicas, self._engine, every_row, rules.own_part, self._loop.carrier)
+        self._evaluator = Evaluator(replicas, self._engine, every_row, rules.unrecoverable_part, self._loop.transfer)
         self._loop.start(lambda: self._engine.share(self._training, 0), lambda: self._training)
 
     @property
@@ -196,7 +196,7 @@ class Trainer:
         Raises:
             ValueError: If no step has followed a timetable yet; the first step learns the stages.
         """
-        from strategies.pipelines.trace import Trace  # imports JAX
+        from strategies.pipelines.plan import Trace  # imports JAX
 
         return Trace(self._engine.spans)
 
@@ -276,15 +276,14 @@ class Trainer:
 
     @property
     def order(self) -> Sequence[str]:
-        """The names of the parameters, in the order in which the optimizer, and residuals of int8, number them."""
+        """The names of the parameters, in the order in which the optimizer numbers them."""
         groups = members_of_groups(self.module, self.optimizer, self._training.update.wholes)
-        residuals = self.module.named_parameters() if self._options.transfer.is_quantised else ()
-        return [*(name for members in groups.values() for name in members), *(name for name, _ in residuals)]
+        return [name for members in groups.values() for name in members]
 
     @property
     def is_sharded(self) -> bool:
-        """Whether instances have different parts of the state: of the optimizer's state, or residuals."""
-        return self._options.own_part is not None
+        """Whether instances have different parts of the optimizer's state."""
+        return self._options.unrecoverable_part is not None
 
     def whole(self, state: TrainState) -> TrainState:
         """Return the state with a `PartOfArray` in place of every array that this instance has only in part."""
@@ -299,3 +298,57 @@ def _recorder_for(replicas: Replicas, seed: int) -> StepRecorder | None:
     from strategies.jax.step_record import recorder_for
 
     return recorder_for(replicas, StepOptions(seed))
+
+
+# ---- state dictionaries
+
+
+@dataclass(frozen=True)
+class StateDicts:
+    """A training in the form of plain PyTorch.
+
+    Attributes:
+        module: The argument for `module.load_state_dict`.
+        optimizer: The argument for `optimizer.load_state_dict`, of an optimizer of the same kind.
+    """
+
+    module: dict[str, torch.Tensor]
+    optimizer: dict[str, object]
+
+    def save(self, file: str | Path) -> None:
+        """Write both with `torch.save`, as `{"module": ..., "optimizer": ...}`."""
+        torch.save({"module": self.module, "optimizer": self.optimizer}, file)
+
+
+def load_state_dicts(path: str | Path, *, step: int | None = None, best: Best | None = None) -> StateDicts:
+    """Load the state dictionaries from a checkpoint. No strategy, module or other instance is needed.
+
+        found = strategies.torch.load_state_dicts("checkpoints")
+        module.load_state_dict(found.module)
+
+    Args:
+        path: A folder of checkpoints, from which the newest whole one is read, or a single checkpoint.
+        step: Read the folder's checkpoint of this step.
+        best: Read the folder's best whole checkpoint.
+
+    Raises:
+        CheckpointError: If there is no such checkpoint, or it is damaged.
+        ValueError: If both `step` and `best` are given.
+    """
+    checkpoint = find_checkpoint(path, step=step, best=best)
+    arrays = load_part(checkpoint, ".variables") | load_part(checkpoint, ".model_state")
+    module = {name: as_tensor(array) for name, array in arrays.items() if not name.endswith(OF_EACH)}
+    return StateDicts(module, _optimizer(load_part(checkpoint, ".optimizer_state")))
+
+
+def _optimizer(tree: Tree) -> dict[str, object]:
+    """Return the optimizer's part of a tree in the form of `optimizer.state_dict`."""
+    is_made = np.asarray(tree[IS_MADE])
+    of_parameters = tree.get(STATE, {})
+    numbered = enumerate(of_parameters) if isinstance(of_parameters, list) else of_parameters.items()
+    state = {number: trees.map(as_tensor, values) for number, values in numbered if is_made[number]}
+    groups = [
+        {name: np.asarray(value).tolist() if name == PARAMS else plain_number(value) for name, value in group.items()}
+        for group in tree[GROUPS]
+    ]
+    return {STATE: state, GROUPS: groups}

@@ -1,4 +1,4 @@
-"""The state that a PyTorch training changes, also as a tree of arrays."""
+"""The state that a PyTorch training changes, also as a tree of arrays, and the plan of its memory."""
 
 from __future__ import annotations
 
@@ -10,18 +10,27 @@ import torch
 
 import strategies.trees as trees
 from collectives import Communicator
-from strategies.checkpoints.serialization import Age, HostArray
+from strategies.checkpoints.sealed_folders import Age, HostArray
 from strategies.errors import StrategyError
-from strategies.exchange.int8 import Int8Layout
+from strategies.exchange.means import Bucket
+from strategies.jax.memory.plan import DEVICE, MemoryBlock, MemoryPlan, data_blocks, mean_blocks
+from strategies.jax.memory.plan import HOST as IN_HOST
 from strategies.jax.replicas.replicas import Replicas
-from strategies.jax.replicas.shards import rows_of_replicas
 from strategies.loss_scaling import LossScale
-from strategies.torch.device import HOST, ReplicaMemory
-from strategies.torch.optimizer_arrays import (
+from strategies.torch.data import tensors_of
+from strategies.torch.exchange.plan import TorchGradientPlan
+from strategies.torch.options import TorchOptions
+from strategies.torch.replicas.buffers import ModelBuffers
+from strategies.torch.replicas.module_parts import ModuleWatch
+from strategies.torch.replicas.state import Attributes
+from strategies.torch.replicas.sync_batch_norm import sync_layers_of
+from strategies.torch.tensors import HOST, ReplicaMemory, as_array, as_tensor, host_array, real_view
+from strategies.torch.updates import (
     GROUPS,
     PARAMS,
     STATE,
     ArraysByName,
+    TorchUpdate,
     after_one_step,
     numbers_of_groups,
     parameters_of,
@@ -29,15 +38,8 @@ from strategies.torch.optimizer_arrays import (
     set_state,
     state_of,
 )
-from strategies.torch.options import TorchOptions
-from strategies.torch.replicas.attributes import Attributes
-from strategies.torch.replicas.buffers import ModelBuffers
-from strategies.torch.replicas.module_parts import ModuleWatch
-from strategies.torch.replicas.sync_batch_norm import sync_layers_of
-from strategies.torch.tensors import as_array, as_tensor, host_array, real_view
-from strategies.torch.updates import ShardedTorchUpdate, TorchUpdate
-from strategies.train_state import TrainState
-from strategies.typing import Tree
+from strategies.typing import Batch, Tree
+from strategies.values import TrainState
 
 IS_MADE = "is_made"
 """The key in an optimizer's tree for one boolean per parameter: whether the optimizer has a state for it.
@@ -58,7 +60,6 @@ class TorchTraining:
         attributes: The attributes of the module, of which each replica has its own.
         step: The number of updates so far.
         loss_scale: The scale of the next loss; None without loss scaling.
-        residuals: The residuals of int8 gradients, for each local replica.
         memory_of_replicas: The memory in which the replicas compute.
     """
 
@@ -78,13 +79,7 @@ class TorchTraining:
         self.loss_scale: LossScale | None = None if options.scaling is None else options.scaling.start()
         self.memory_of_replicas = ReplicaMemory(None if options.device is None else device_of(module))
         self._replicas = replicas
-        self._options = options
         self._age = Age()
-        self.residuals: list[Sequence[np.ndarray]] = []
-        if options.transfer.is_quantised:
-            local = len(replicas.local_replicas)
-            layout = Int8Layout.of(self.trained)
-            self.residuals = layout.residuals_of_each(layout.new_residuals(local), local)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -98,8 +93,10 @@ class TorchTraining:
 
     def follow(self) -> None:
         """Find the parts that the module has now, after the program has replaced, added or removed some."""
+        for parameter in self.watch.parameters:
+            parameter.grad = None  # that of a removed one would be applied in each step
         self.watch.look()
-        refuse_modules(self.module)
+        check_module(self.module)
         self.replaced()
 
     def replaced(self) -> None:
@@ -111,20 +108,16 @@ class TorchTraining:
     def state(self) -> TrainState:
         """Return the present state as views of the tensors' memory, which the next step invalidates."""
         variables, model_state = self.tensors()
-        residuals = None
-        if self._options.transfer.is_quantised:
-            of_each = zip(*self.residuals, strict=True)
-            residuals = [np.concatenate([np.atleast_1d(one) for one in of_leaf]) for of_leaf in of_each]
-        arrays = (variables, self._optimizer_tree(), residuals, model_state)
+        arrays = (variables, self._optimizer_tree(), model_state)
         given: Tree = trees.map(lambda array: HostArray.of(np.asarray(array), self._age), arrays)
-        variables, optimizer, residuals, model_state = given
-        return TrainState(variables, optimizer, self.step, self.loss_scale, residuals, model_state)
+        variables, optimizer, model_state = given
+        return TrainState(variables, optimizer, self.step, self.loss_scale, model_state)
 
     def recorded(self) -> TrainState:
         """Return the state that instances compare: parameters, buffers, and optimizer state unless it is sharded."""
         variables, model_state = self.tensors()
-        optimizer = None if isinstance(self.update, ShardedTorchUpdate) else state_of(self.optimizer)
-        return TrainState(variables, optimizer, self.step, self.loss_scale, None, model_state)
+        optimizer = None if self.update.is_sharded else state_of(self.optimizer)
+        return TrainState(variables, optimizer, self.step, self.loss_scale, model_state)
 
     def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]:
         """Return parameters and buffers by name, as views of host memory or copies from a device. No buffers: None."""
@@ -143,14 +136,13 @@ class TorchTraining:
     def whole(self, state: TrainState) -> TrainState:
         """Return the state with a `PartOfArray` in place of every array that this instance has only in part."""
         update, optimizer = self.update, state.optimizer_state
-        if isinstance(update, ShardedTorchUpdate):
+        if update.is_sharded:
             whole = {
                 number: {name: update.whole(number, array) for name, array in of_parameter.items()}
                 for number, of_parameter in optimizer[STATE].items()
             }
             optimizer = {**optimizer, STATE: whole}
-        residuals = trees.map(rows_of_replicas(self._replicas), state.residuals)
-        return replace(state, optimizer_state=optimizer, residuals=residuals)
+        return replace(state, optimizer_state=optimizer)
 
     # ---- loading
 
@@ -163,9 +155,6 @@ class TorchTraining:
                 real_view(tensor).copy_(_tensor(state.model_state[name]))
         self._load_optimizer(state.optimizer_state)
         self.step, self.loss_scale = state.step, state.loss_scale
-        if state.residuals is not None:
-            layout = Int8Layout.of(self.trained)
-            self.residuals = layout.residuals_of_each(state.residuals, len(self._replicas.local_replicas))
         self.replaced()
 
     def _load_optimizer(self, tree: Tree) -> None:
@@ -248,6 +237,36 @@ class TorchTraining:
         scale = self.loss_scale
         return [0.0] * 3 if scale is None else [float(scale.scale), float(scale.good_steps), float(scale.skipped)]
 
+    # ---- the plan of the memory
+
+    def memory_plan(
+        self, plan: TorchGradientPlan, buckets: Sequence[Bucket], batch: Batch, stays: bool = False
+    ) -> MemoryPlan:
+        """Return the memory that this instance needs.
+
+        Args:
+            plan: The plan of the gradients.
+            buckets: The buckets, with memory for their means on the host.
+            batch: The batch of this instance.
+            stays: Whether gradients stay on the device.
+        """
+        local, state = len(self._replicas.local_replicas), self.state()
+        gradients = sum(each.size * each.dtype.itemsize for layout in plan.layouts for each in layout.buffers)
+        is_on_host = self.memory_of_replicas.is_on_host
+        where = IN_HOST if is_on_host else DEVICE
+        held = [
+            MemoryBlock("variables", _nbytes(state.variables), where, "once for all local replicas"),
+            MemoryBlock("optimizer state", _nbytes(state.optimizer_state["state"]), where, "after the first step"),
+            MemoryBlock("model state", _nbytes(state.model_state), where),
+            MemoryBlock("buffers at the beginning", _nbytes(state.model_state), where, "put back before each replica"),
+            MemoryBlock("gradients", local.bit_length() * gradients, where, f"sums of {local} replicas")
+            if stays
+            else MemoryBlock("gradients", local * gradients, IN_HOST, f"of {local} replicas, as they travel"),
+            *mean_blocks(self._replicas, buckets, is_private=is_on_host),
+            *data_blocks(self._replicas, batch, _nbytes(tensors_of(batch)), IN_HOST),
+        ]
+        return MemoryPlan(self._replicas.instance.index, local, [each for each in held if each.nbytes])
+
 
 def received_tensors(
     named: Sequence[tuple[str, torch.Tensor]], communicator: Communicator, root: int
@@ -277,7 +296,7 @@ def _unpadded(array: np.ndarray | HostArray, parameter: torch.Tensor) -> np.ndar
     return part[: parameter.numel()] if part.ndim == 1 and part.size > parameter.numel() else part
 
 
-def refuse_modules(module: object) -> None:
+def check_module(module: object) -> None:
     """Raise if a module cannot be trained.
 
     Raises:
@@ -354,7 +373,7 @@ def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
                     state[name] = value.to(device)
 
 
-def refuse_other_devices(module: torch.nn.Module, whose: str) -> None:
+def check_on_cpu(module: torch.nn.Module, whose: str) -> None:
     """Raise if a module has a parameter or buffer that is not on the CPU.
 
     Args:
@@ -367,3 +386,7 @@ def refuse_other_devices(module: torch.nn.Module, whose: str) -> None:
                 f"{name} is on {tensor.device}, but {whose} computes on the CPU; move the module there with "
                 "module.cpu(), or train it on the device with strategies.torch.Trainer (docs: gpus)"
             )
+
+
+def _nbytes(tree: object) -> int:
+    return sum(int(leaf.nbytes) for leaf in trees.leaves(tree) if hasattr(leaf, "nbytes"))

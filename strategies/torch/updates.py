@@ -1,128 +1,82 @@
-"""The update of a step: PyTorch's optimizer, run once per instance, on the mean gradients of all replicas."""
+"""PyTorch's optimizers: their update, once per instance, with the mean gradients, their state as arrays, and layers."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from typing import final
 
 import numpy as np
 import torch
 import torch.optim.optimizer as of_torch
-from typing_extensions import override
 
+from popdist.records.distribution_settings import LEARNING_RATE
+from strategies.core.metrics import Layers, layer_names
 from strategies.errors import StrategyError
-from strategies.exchange.on_device import DevicePath
-from strategies.exchange.shards import ShardedArrays, Shards
+from strategies.exchange.choice import DevicePath
+from strategies.exchange.flat import ShardedArrays, Shards
 from strategies.jax.replicas.replicas import Replicas
-from strategies.jax.replicas.shards import PartOfArray, shards_of
-from strategies.torch.optimizer_arrays import PARAMS, parameters_of
-from strategies.torch.options import TorchOptions
-from strategies.torch.replicas.groups import groups_of
-from strategies.torch.tensors import as_tensor, dtype_of, host_array
+from strategies.jax.replicas.variables import PartOfArray, shards_of
+from strategies.torch.replicas.gradient_map import groups_of
+from strategies.torch.tensors import HOST, as_tensor, complex_view, dtype_of, host_array, real_view, torch_dtype
 from strategies.trees import ShapeOfArray
+from strategies.typing import Leaf, Number, Tree
 
-ELEMENTWISE = (
-    "ASGD",
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-)
+STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+_LR, _NAME = "lr", "name"
+_NUMBERS = (bool, int, float)
+
+ArraysByName = dict[str, np.ndarray]
+"""The state of an optimizer for one parameter."""
+
+ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """Optimizers of `torch.optim` that compute each element from the same element of gradient, state and parameter."""
 _WITHOUT_CLIPPING = ("torch.", "strategies.")
 """Modules whose hooks of all optimizers count steps or raise errors."""
 
 
-class TorchUpdate(ABC):
-    """The update of parameters in place, from mean gradients.
+@final
+class TorchUpdate:
+    """The update of parameters in place, from mean gradients, with whole or sharded optimizer state.
+
+    Sharded state is like stage 1 of ZeRO (Rajbhandari et al., 2020): an instance with r of R replicas keeps r/R of the
+    optimizer state, and updates that part of the parameters. Then instances gather the new parameters. The optimizer
+    gets this instance's shards as parameters: flat views of the whole parameters.
 
     The engine asks for `shards` when it plans the exchange, and calls `apply` once per step, on all instances. If
     `apply` raises, parameters and optimizer state may have changed in part; the error is final.
-    """
-
-    path: DevicePath | None = None
-    """The path of gradients that stay on a device; None if the host exchanges them."""
-
-    @property
-    @abstractmethod
-    def shards(self) -> Shards | None:
-        """The cut of mean gradients into shards, one per instance; None if every instance gets whole means."""
-
-    @property
-    @abstractmethod
-    def wholes(self) -> Sequence[torch.nn.Parameter]:
-        """The whole parameters, in the order in which the optimizer numbers their state."""
-
-    @abstractmethod
-    def apply(self, means: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
-        """Update the parameters that have a mean gradient; others stay as they are, as with PyTorch's optimizers.
-
-        Args:
-            means: Each trained parameter with its mean gradient, whole or as this instance's flat shard; None without
-                one.
-        """
-
-
-@final
-class WholeTorchUpdate(TorchUpdate):
-    """An update with the whole optimizer state on every instance."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
-    @property
-    @override
-    def shards(self) -> Shards | None:
-        """None: the means are whole."""
-        return None
-
-    @property
-    @override
-    def wholes(self) -> Sequence[torch.nn.Parameter]:
-        return parameters_of(self._optimizer)
-
-    @override
-    def apply(self, means: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
-        for parameter, mean in means:
-            parameter.grad = mean
-        self._optimizer.step()
-
-
-@final
-class ShardedTorchUpdate(TorchUpdate):
-    """An update with sharded optimizer state, like stage 1 of ZeRO (Rajbhandari et al., 2020).
-
-    An instance with r of R replicas keeps r/R of the optimizer state, and updates that part of the parameters. Then
-    instances gather the new parameters. The optimizer gets this instance's shards as parameters: flat views of the
-    whole parameters.
 
     Args:
         replicas: The replicas of all instances.
-        optimizer: The optimizer of all parameters. From here on it holds the shards.
-        min_elements: The state of smaller parameters stays whole on every instance.
+        optimizer: The optimizer of all parameters. From here on it holds the shards, if the state is sharded.
+        min_elements: The state of smaller parameters stays whole on every instance; None to shard no state.
+
+    Attributes:
+        is_sharded: Whether the optimizer state is sharded.
+        path: The path of gradients that stay on a device; None if the host exchanges them.
 
     Raises:
-        StrategyError: If the optimizer is not known to be elementwise, or has a state or step hooks already.
+        StrategyError: If the state is to be sharded, but the optimizer is not known to be elementwise, or has a state
+            or step hooks already.
     """
 
-    def __init__(self, replicas: Replicas, optimizer: torch.optim.Optimizer, min_elements: int) -> None:
-        refuse_across_elements(optimizer)
-        _refuse_step_hooks(optimizer)
+    def __init__(self, replicas: Replicas, optimizer: torch.optim.Optimizer, min_elements: int | None = None) -> None:
+        self._replicas, self._optimizer = replicas, optimizer
+        self.is_sharded = min_elements is not None
+        self.path: DevicePath | None = None
+        self._shards = shards_of(replicas, min_elements or 0)
+        self._parts: dict[int, torch.nn.Parameter] = {}  # the shard of each sharded parameter, by its id
+        self._memory: dict[int, int] = {}  # the address of each sharded whole parameter, by its id
+        self._wholes = parameters_of(optimizer)  # in the order of the optimizer
+        if self.is_sharded:
+            self._shard()
+
+    def _shard(self) -> None:
+        optimizer = self._optimizer
+        check_elementwise(optimizer)
+        _check_no_step_hooks(optimizer)
         if optimizer.state:
             raise StrategyError("the optimizer has already made steps; give a new one, whose state can be sharded")
-        self._replicas = replicas
-        self._optimizer = optimizer
-        self._shards = shards_of(replicas, min_elements)
-        self._parts: dict[int, torch.nn.Parameter] = {}  # the shard of each whole parameter, by its id
-        self._memory: dict[int, int] = {}  # the address of each sharded whole parameter, by its id
-        self._wholes: list[torch.nn.Parameter] = []  # in the order of the optimizer
         for group in optimizer.param_groups:
             group[PARAMS] = [self._part_of(parameter) for parameter in group[PARAMS]]
         self._numbered = list(map(id, parameters_of(optimizer)))
@@ -130,15 +84,17 @@ class ShardedTorchUpdate(TorchUpdate):
         self._gathered = ShardedArrays(self._shards, shapes, "parts of parameters")
 
     @property
-    @override
     def shards(self) -> Shards | None:
-        """The shards of the state, if the transport can scatter reductions; None for whole means."""
-        return self._shards if self._replicas.communicator.scatters_reductions else None
+        """The cut of mean gradients into shards, one per instance; None if every instance gets whole means.
+
+        Means are whole if the state is, or if the transport cannot scatter reductions.
+        """
+        return self._shards if self.is_sharded and self._replicas.communicator.scatters_reductions else None
 
     @property
-    @override
     def wholes(self) -> Sequence[torch.nn.Parameter]:
-        return self._wholes
+        """The whole parameters, in the order in which the optimizer numbers their state."""
+        return self._wholes if self.is_sharded else parameters_of(self._optimizer)
 
     def whole(self, number: int, array: np.ndarray) -> np.ndarray | PartOfArray:
         """Return an array of a parameter's state, as a `PartOfArray` if it is sharded.
@@ -153,10 +109,17 @@ class ShardedTorchUpdate(TorchUpdate):
         shape = ShapeOfArray(tuple(whole.shape), array.dtype)
         return PartOfArray(self._shards.padded(array, whole), shape, self._shards, self._replicas)
 
-    @override
     def apply(self, means: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
-        """Update this instance's shards, and gather the parameters. Collective."""
-        self._begin()
+        """Update the parameters that have a mean gradient; others stay as they are, as with PyTorch's optimizers.
+
+        Collective if the state is sharded: instances then gather the parameters.
+
+        Args:
+            means: Each trained parameter with its mean gradient, whole or as this instance's flat shard; None without
+                one.
+        """
+        if self.is_sharded:
+            self._begin()
         for parameter, mean in means:
             part = self._parts.get(id(parameter))
             if part is None or mean is None:
@@ -165,12 +128,15 @@ class ShardedTorchUpdate(TorchUpdate):
                 part.grad = mean.reshape(-1)[self._bounds(parameter)]
             else:
                 part.grad = mean.reshape(-1)[: part.numel()]
+        # The gradients of other parameters would not be means.
+        _check_no_others(self._optimizer, [self._parts.get(id(one), one) for one, _ in means], only_used=True)
         self._optimizer.step()
-        self._gather()
+        if self._parts and self._replicas.num_instances > 1:
+            self._gather()
 
     def _begin(self) -> None:
         """Follow the program's changes, and drop the gradients of the last step, of frozen parameters too."""
-        _refuse_step_hooks(self._optimizer)
+        _check_no_step_hooks(self._optimizer)
         if list(map(id, parameters_of(self._optimizer))) != self._numbered:
             raise StrategyError(
                 "the optimizer's groups have other parameters than when the Trainer was made, but its state is sharded "
@@ -184,7 +150,6 @@ class ShardedTorchUpdate(TorchUpdate):
                 part.data = self._view(parameter)
 
     def _part_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        self._wholes.append(parameter)
         if not self._shards.divides(parameter):
             return parameter
         part = torch.nn.Parameter(self._view(parameter), parameter.requires_grad)
@@ -203,29 +168,24 @@ class ShardedTorchUpdate(TorchUpdate):
 
     def _gather(self) -> None:
         """Gather the shards of all instances into the memory of the parameters."""
-        if self._replicas.num_instances == 1:
-            return
         with torch.no_grad():
             for number, members in self._gathered.members.items():
                 buffer = self._gathered.layout.buffers[number]
                 places = list(zip([self._wholes[one] for one in members], buffer.starts, strict=True))
                 device = places[0][0].device
-                own = torch.zeros(buffer.size, dtype=as_tensor(np.empty(0, buffer.dtype)).dtype, device=device)
+                own = torch.zeros(buffer.size, dtype=torch_dtype(buffer.dtype), device=device)
                 for parameter, start in places:
                     part = self._parts[id(parameter)]
                     own[start : start + part.numel()].copy_(part)
-                gathered = self._gathered_on(number, own)
+                if self.path is not None:
+                    gathered = self.path.gather(f"parts of parameters/{number}", own)
+                else:
+                    gathered = as_tensor(self._gathered.gather(number, host_array(own), self._replicas.communicator))
                 for parameter, start in places:
                     self._put(parameter, gathered[:, start:])
 
-    def _gathered_on(self, number: int, own: torch.Tensor) -> torch.Tensor:
-        """Return the shards of all instances in a buffer: on the device if gradients stay there, else on the host."""
-        if self.path is not None:
-            found: torch.Tensor = self.path.gather(f"parts of parameters/{number}", own)
-            return found
-        return as_tensor(self._gathered.gather(number, host_array(own), self._replicas.communicator))
-
     def _put(self, parameter: torch.nn.Parameter, gathered: torch.Tensor) -> None:
+        """Copy the shards of other instances into a parameter."""
         flat = parameter.detach().view(-1)
         for rank, row in enumerate(gathered):
             bounds = self._shards.bounds(parameter, rank * self._shards.local)
@@ -241,7 +201,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return is_known or bool(getattr(optimizer, "is_elementwise", False))
 
 
-def refuse_across_elements(optimizer: torch.optim.Optimizer) -> None:
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Raise unless an optimizer is known to compute element by element.
 
     Raises:
@@ -263,7 +223,7 @@ def refuse_across_elements(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _refuse_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+def _check_no_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Raise if a function of the program runs before or after the optimizer's steps.
 
     Raises:
@@ -287,16 +247,11 @@ def _module_of(hook: object) -> str:
     return str(getattr(getattr(hook, "func", hook), "__module__", ""))
 
 
-def refuse_groups(module: torch.nn.Module, optimizer: torch.optim.Optimizer, options: TorchOptions) -> None:
-    """Raise if the optimizer, or the dtype in which gradients travel, would mix the rows of groups of replicas."""
+def check_groups_supported(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise if the optimizer would mix the rows of groups of replicas."""
     grouped = [name for name, parameter in module.named_parameters() if groups_of(parameter) is not None]
     if not grouped:
         return
-    if options.transfer.is_quantised:
-        raise StrategyError(
-            f"{grouped[0]} has a row for each group of replicas, but int8 gradients are quantised whole; use "
-            "gradient_transfer_dtype='bfloat16'"
-        )
     if not is_elementwise(optimizer):
         raise StrategyError(
             f"{grouped[0]} has a row for each group of replicas, but {type(optimizer).__name__} is not known to "
@@ -305,37 +260,18 @@ def refuse_groups(module: torch.nn.Module, optimizer: torch.optim.Optimizer, opt
         )
 
 
-def refuse_weights(module: torch.nn.Module, options: TorchOptions) -> None:
-    """Raise if the weights of losses cannot be heeded.
-
-    Raises:
-        StrategyError: If a parameter has a row for each group of replicas.
-        ValueError: If gradients travel as float16.
-    """
-    for name, parameter in module.named_parameters():
-        if groups_of(parameter) is not None:
-            raise StrategyError(
-                f"losses have weights, but {name} has a row for each group of replicas, and weighted means are over "
-                "all of them; leave the weights out, or let all replicas share the parameter"
-            )
-        if parameter.requires_grad and not options.transfer.is_quantised:
-            refuse_float16(name, options.transfer.dtype_of(dtype_of(parameter)))
-
-
-def refuse_float16(name: str, dtype: np.dtype) -> None:
-    """Raise if gradients that are multiplied by the weights of losses would travel as float16.
-
-    Raises:
-        ValueError: If they would.
-    """
-    if dtype == np.float16:
+def _check_no_others(optimizer: torch.optim.Optimizer, own: Iterable[torch.Tensor], only_used: bool) -> None:
+    """Raise if an optimizer has parameters beside its own ones; with `only_used` only if they have gradients."""
+    known = set(map(id, own))
+    others = [one for one in parameters_of(optimizer) if id(one) not in known and not (only_used and one.grad is None)]
+    if others:
         raise ValueError(
-            f"losses have weights, but the gradient of {name} travels as float16, which overflows when it is "
-            "multiplied by large weights; use gradient_transfer_dtype='bfloat16', or no weights"
+            f"the optimizer has {len(others)} parameters that do not belong to the module, the first of shape "
+            f"{list(others[0].shape)}; make it with module.parameters()"
         )
 
 
-def refuse_optimizers(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
+def check_module_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
     """Raise if an optimizer cannot update a module.
 
     Raises:
@@ -347,10 +283,180 @@ def refuse_optimizers(optimizer: torch.optim.Optimizer, module: torch.nn.Module)
         raise TypeError(f"the optimizer is a {type(optimizer).__name__}; give an instance of a class of torch.optim")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise StrategyError("LBFGS computes the loss several times in a step; use an optimizer that takes gradients")
-    own = {id(parameter) for parameter in module.parameters()}
-    others = [one for one in parameters_of(optimizer) if id(one) not in own]
-    if others:
-        raise ValueError(
-            f"the optimizer has {len(others)} parameters that do not belong to the module, the first of shape "
-            f"{list(others[0].shape)}; make it with module.parameters()"
-        )
+    _check_no_others(optimizer, module.parameters(), only_used=False)
+
+
+# ---- the state as arrays
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """Return the parameters of an optimizer, in the order of the numbers in its `state_dict`."""
+    return [parameter for group in optimizer.param_groups for parameter in group[PARAMS]]
+
+
+def numbers_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Tree]]:
+    """Return the hyperparameters of each group as arrays of no axes, tuples as lists, without None and strings.
+
+    `params` holds the numbers of the group's parameters, as in a `state_dict`.
+    """
+    found, first = [], 0
+    for group in optimizer.param_groups:
+        named = {name: _as_number(value) for name, value in group.items() if name != PARAMS}
+        numbers = {name: value for name, value in named.items() if value is not None}
+        begin, first = first, first + len(group[PARAMS])
+        found.append({**numbers, PARAMS: np.arange(begin, first, dtype=np.int64)})
+    return found
+
+
+def set_numbers(optimizer: torch.optim.Optimizer, groups: Tree) -> None:
+    """Restore the hyperparameters that `numbers_of_groups` has returned."""
+    for group, numbers in zip(optimizer.param_groups, groups, strict=True):
+        for name, value in numbers.items():
+            if name == PARAMS:
+                continue
+            if isinstance(group.get(name), torch.Tensor):
+                group[name].copy_(as_tensor(np.asarray(value)))
+            else:
+                group[name] = plain_number(value)
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> dict[int, ArraysByName]:
+    """Return the arrays of each parameter's state, by the parameter's number. Tensors on the host are not copied.
+
+    Raises:
+        StrategyError: If the state holds other values than tensors, numbers and None.
+    """
+    found: dict[int, ArraysByName] = {}
+    for number, state in _states_of(optimizer).items():
+        found[number] = {}
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                found[number][name] = host_array(real_view(value))
+            elif isinstance(value, _NUMBERS):
+                found[number][name] = np.asarray(value)
+            elif value is not None:
+                raise StrategyError(
+                    f"{type(optimizer).__name__} keeps a {type(value).__name__} ({name}) for parameter {number}; only "
+                    "tensors and numbers can be saved and sent to other instances"
+                )
+    return found
+
+
+def _states_of(optimizer: torch.optim.Optimizer) -> dict[int, Mapping[str, object]]:
+    numbered = enumerate(parameters_of(optimizer))
+    return {number: optimizer.state[parameter] for number, parameter in numbered if parameter in optimizer.state}
+
+
+def set_state(optimizer: torch.optim.Optimizer, arrays: Mapping[int, ArraysByName]) -> None:
+    """Restore a state from copies of arrays. The optimizer's state for other parameters is dropped.
+
+    Each value becomes a tensor, a number or None: whichever the optimizer has in its place, now or after a step.
+
+    Args:
+        optimizer: The optimizer to change.
+        arrays: Arrays as `state_of` returns them.
+    """
+    parameters, like = parameters_of(optimizer), _states_of(optimizer)
+    if arrays.keys() - like.keys():
+        like = {**_states_of(after_one_step(optimizer)), **like}
+    optimizer.state.clear()
+    for number, of_parameter in arrays.items():
+        parameter, before = parameters[number], like.pop(number)
+        values = {name: _restored(array, before[name], parameter) for name, array in of_parameter.items()}
+        optimizer.state[parameter] = values | {name: None for name, value in before.items() if value is None}
+
+
+def _restored(array: np.ndarray, before: object, parameter: torch.nn.Parameter) -> object:
+    """Return an array as a tensor on the device of `before`, or as a number of its kind; None in place of None."""
+    if not isinstance(before, torch.Tensor):
+        return None if before is None else type(before)(np.asarray(array).item())  # type: ignore[call-arg]
+    value = as_tensor(np.array(array)).to(before.device)
+    return complex_view(value) if parameter.is_complex() and value.shape == (*parameter.shape, 2) else value
+
+
+def after_one_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return a copy of the optimizer that has made a step with gradients of zero, on other parameters.
+
+    PyTorch's optimizers create their state in the first step, so the copy shows the form of the state.
+    """
+    parameters = parameters_of(optimizer)
+    others = {id(one): torch.nn.Parameter(torch.zeros_like(one), one.requires_grad) for one in parameters}
+    groups = [{**group, PARAMS: [others[id(one)] for one in group[PARAMS]]} for group in optimizer.param_groups]
+    clone = copy.copy(optimizer)
+    clone.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": type(optimizer.state)(dict)}
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        clone.__dict__[hooks] = {}
+    for one in others.values():
+        one.grad = torch.zeros_like(one) if one.requires_grad else None
+    type(optimizer).step(clone)
+    return clone
+
+
+def _as_number(value: object) -> Tree:
+    """Return a number as an array, or a list of numbers as a list of arrays; None for other values."""
+    if isinstance(value, tuple | list):
+        found = [_as_number(one) for one in value]
+        return None if not found or any(one is None for one in found) else found
+    if isinstance(value, torch.Tensor):
+        return host_array(value).copy()
+    return np.asarray(value) if isinstance(value, _NUMBERS) else None
+
+
+def plain_number(value: Tree) -> Number | tuple[Number, ...]:
+    """Return a Python number for an array of no axes, or a tuple of numbers for a list of them."""
+    return tuple(plain_number(one) for one in value) if isinstance(value, list | tuple) else np.asarray(value).item()
+
+
+# ---- layers and learning rates, for sinks of metrics
+
+
+def layers_of(
+    named: Sequence[tuple[str, torch.Tensor]],
+    means: Sequence[torch.Tensor | None],
+    replicas: Replicas,
+    shards: Shards | None = None,
+) -> Layers:
+    """Return the layers of a step.
+
+    Args:
+        named: The trained parameters with their names, before the update; all are on one device.
+        means: The mean gradient of each parameter; None for a parameter without one.
+        replicas: The replicas of all instances.
+        shards: The cuts of the mean gradients; None if they are whole.
+    """
+    names, variables = layer_names([name for name, _ in named]), [one for _, one in named]
+    is_on_host = all(one.device == HOST for one in variables)
+
+    def here(tensor: torch.Tensor | None) -> Leaf:
+        return None if tensor is None else host_array(tensor) if is_on_host else tensor.detach()
+
+    def gathered(number: int, part: Leaf) -> np.ndarray:
+        assert shards is not None
+        part = on_host(part)
+        whole = ShapeOfArray(tuple(variables[number].shape), part.dtype)
+        return PartOfArray(part, whole, shards, replicas).gather(f"the gradient of {names[number]}")
+
+    on_host, norms = (np.asarray, None) if is_on_host else (host_array, device_norms)
+    return Layers(names, [*map(here, variables)], [*map(here, means)], 1.0, shards, on_host, gathered, norms)
+
+
+def layers_of_loop(parameters: Sequence[tuple[str, torch.nn.Parameter]], replicas: Replicas) -> Layers:
+    """Return the layers of a training loop of the program, with the gradients that its optimizer will use."""
+    named = [(name, one) for name, one in parameters if one.requires_grad]
+    return layers_of(named, [None if one.grad is None else one.grad.to_dense() for _, one in named], replicas)
+
+
+def device_norms(tensors: Sequence[torch.Tensor | None]) -> np.ndarray:
+    """Return the norm of each tensor on a device, float64, after waiting for the device once; 0 for None."""
+    found = [each for each in tensors if each is not None]
+    norms = iter(torch.stack([torch.linalg.vector_norm(each, dtype=torch.float64) for each in found]).tolist())
+    return np.array([0.0 if each is None else next(norms) for each in tensors])
+
+
+def learning_rates_of(optimizer: torch.optim.Optimizer) -> Mapping[str, float]:
+    """Return the learning rate of an optimizer's only group, or of each group by its name or number."""
+    groups = optimizer.param_groups
+    names = [LEARNING_RATE]
+    if len(groups) > 1:
+        names = [f"{LEARNING_RATE}/{group.get(_NAME, number)}" for number, group in enumerate(groups)]
+    return {name: float(group[_LR]) for name, group in zip(names, groups, strict=True) if _LR in group}

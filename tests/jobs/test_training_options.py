@@ -19,7 +19,7 @@ from popdist.examples.digits_data import load_digits
 LIMIT_S = 150
 STEPS = 3
 WORDS = ["--batch-size", "4", "--max-steps", str(STEPS), "--model", "mlp", "--shard-optimizer-state"]
-WORDS += ["--gradient-accumulation-count", "2", "--gradient-transfer-dtype", "int8"]
+WORDS += ["--gradient-accumulation-count", "2", "--gradient-transfer-dtype", "bfloat16"]
 strategies.IPUStrategy(8)  # JAX's devices are fixed when it starts, for the tests of other files too
 
 pytestmark = [pytest.mark.complete, pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(2 * LIMIT_S)]

@@ -8,13 +8,13 @@ IN_FRONT_ENDS = (
     Fault(
         name="means of metrics are means of the means of batches",
         path="strategies/keras/state.py",
-        old="words.append(SUM)",
-        new="words.append(MEAN)",
+        old="reductions.append(SUM)",
+        new="reductions.append(MEAN)",
         caught_by="tests/strategies/keras_models/test_keras_metrics.py::test_counts_curves_and_matrices_cover_all_rows",
     ),
     Fault(
         name="padded rows of a batch are evaluated by Keras",
-        path="strategies/keras/batches.py",
+        path="strategies/keras/data.py",
         old="positions < given)",
         new="positions >= 0)",
         caught_by="tests/strategies/keras_models/test_keras_data.py::test_evaluation_reads_every_row_once_with_its_number",
@@ -28,14 +28,14 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="micro-batches of a replica's step are not consecutive",
-        path="strategies/keras/batches.py",
+        path="strategies/keras/data.py",
         old="return range(local[0] * count, (local[-1] + 1) * count)",
         new="return range(local[0], self.per_step, self.layout.total_replicas)",
         caught_by="tests/strategies/keras_models/test_keras_data.py::test_a_replica_takes_its_micro_batches_one_after_another",
     ),
     Fault(
         name="all steps number their rows from the start of the epoch",
-        path="strategies/keras/batches.py",
+        path="strategies/keras/data.py",
         old="self.first_row += self.layout.global_batch_size",
         new="self.first_row += 0",
         caught_by="tests/strategies/keras_models/test_keras_data.py::test_evaluation_reads_every_row_once_with_its_number",
@@ -49,7 +49,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="running means of an evaluation by Keras count only the last batch",
-        path="strategies/keras/evaluating.py",
+        path="strategies/keras/training.py",
         old="self._seen += len(counted)",
         new="self._seen = len(counted)",
         caught_by="tests/strategies/keras_models/test_keras_metrics.py::test_a_running_mean_of_an_evaluation_counts_all_batches",
@@ -77,14 +77,14 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="a callback's changes before a step of Keras are not compared",
-        path="strategies/keras/agreement.py",
+        path="strategies/keras/callbacks.py",
         old="        self.is_changed = self._note(_arrays(state))\n",
         new="        self._left = _arrays(state)\n",
         caught_by="tests/strategies/keras_models/test_keras_disagreements.py::test_differences_between_instances_are_refused_by_name",
     ),
     Fault(
         name="trainable flags changed by a Keras callback are not compared",
-        path="strategies/keras/agreement.py",
+        path="strategies/keras/callbacks.py",
         old="if with_flags:",
         new="if with_flags and not self._left:",
         caught_by="tests/strategies/keras_models/test_keras_disagreements.py::test_differences_between_instances_are_refused_by_name",
@@ -98,23 +98,23 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="a custom train_step of Keras applies only the gradients of its replica",
-        path="strategies/keras/averaging.py",
+        path="strategies/keras/means.py",
         old="= mean(given.arguments[gradients])",
         new="= (mean(given.arguments[gradients]), given.arguments[gradients])[1]",
         caught_by="tests/strategies/keras_models/test_keras_own_steps.py::test_an_own_train_step_is_trained_with_the_mean_of_all_rows",
     ),
     Fault(
         name="a custom train_step of Keras leaves seed generators with a replica's state",
-        path="strategies/keras/own_steps.py",
+        path="strategies/keras/training.py",
         old="new[VARIABLES] = seeds.after(given, own, new[VARIABLES])",
         new="new[VARIABLES] = list(new[VARIABLES])",
         caught_by="tests/strategies/keras_models/test_keras_own_steps.py::test_an_own_train_step_has_the_same_bits_for_every_number_of_instances",
     ),
     Fault(
         name="a custom step of Keras may change variables by the rows of its replica",
-        path="strategies/keras/own_steps.py",
-        old="if is_own:",
-        new="if is_own and part == OPTIMIZER:",
+        path="strategies/keras/training.py",
+        old="if depends_on_replica:",
+        new="if depends_on_replica and part == OPTIMIZER:",
         caught_by="tests/strategies/keras_models/test_keras_own_steps.py::test_a_step_that_changes_variables_by_the_rows_of_a_replica_is_refused",
     ),
     Fault(
@@ -148,8 +148,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="means are written over gradients that are then searched for numbers that are not finite",
         path="strategies/torch/engine.py",
-        old="return not self._options.check_numerics and self._training",
-        new="return self._training",
+        old="needs_both = self._options.check_numerics or ",
+        new="needs_both = ",
         caught_by="tests/strategies/on_torch/test_means_over_gradients.py::test_a_large_gradient_that_is_not_finite_is_blamed_on_its_replica",
     ),
     Fault(
@@ -169,8 +169,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="buffers of a module come from replica 0 instead of the mean",
         path="strategies/torch/replicas/buffers.py",
-        old="return word or (MEAN if is_float else FIRST)",
-        new="return word or FIRST",
+        old="return reduction or (MEAN if is_float else FIRST)",
+        new="return reduction or FIRST",
         caught_by="tests/strategies/on_torch/test_torch_trainer.py::TestBuffers::test_buffers_are_means_and_integers_are_those_of_replica_0",
     ),
     Fault(
@@ -189,9 +189,9 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="gradients on a device that share memory are added to each other",
-        path="strategies/torch/exchange/device.py",
-        old="        if gradient.data_ptr() in seen:",
-        new="        if gradient.data_ptr() in ():",
+        path="strategies/torch/exchange/plan.py",
+        old="            if address in seen:",
+        new="            if address in ():",
         caught_by="tests/strategies/on_torch/test_steps_on_a_device.py::test_gradients_in_one_memory_are_added_apart",
     ),
     Fault(
@@ -211,7 +211,7 @@ IN_FRONT_ENDS = (
     Fault(
         name="a turn of a replica and its repetition may differ",
         path="strategies/torch/engine.py",
-        old="            refuse_difference(self._replicas, local.guard.found, training.step)\n",
+        old="            check_repetition(self._replicas, local.guard.found, training.step)\n",
         new="            pass\n",
         caught_by="tests/strategies/on_torch/test_repeated_turns.py::test_all_instances_raise_a_difference",
     ),
@@ -246,7 +246,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="a replica begins with the attributes that another one has left",
-        path="strategies/torch/replicas/attributes.py",
+        path="strategies/torch/replicas/state.py",
         old="            _put(self._attributes[number], name, values.of.get(replica, values.first))\n",
         new="            pass\n",
         caught_by="tests/strategies/on_torch/test_lightning.py::test_attributes_that_steps_assign_belong_to_their_replica",
@@ -289,8 +289,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="a parameter without a gradient keeps the previous one",
         path="strategies/torch/updates.py",
-        old="            parameter.grad = mean\n        self._optimizer.step()\n",
-        new="            parameter.grad = parameter.grad if mean is None else mean\n        self._optimizer.step()\n",
+        old="                parameter.grad = mean\n",
+        new="                parameter.grad = parameter.grad if mean is None else mean\n",
         caught_by="tests/strategies/on_torch/test_torch_updates.py::test_a_whole_update_takes_no_gradient_of_the_step_before",
     ),
     Fault(
@@ -337,7 +337,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="a loss with an axis of one element is refused",
-        path="strategies/torch/outcomes.py",
+        path="strategies/torch/options.py",
         old="loss.numel() != 1",
         new="loss.ndim",
         caught_by="tests/strategies/on_torch/test_torch_updates.py::test_a_loss_can_have_axes_of_one_element",
@@ -352,8 +352,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="sums of SyncBatchNorm collide with concurrent sums of gradients",
         path="strategies/torch/replicas/sync_batch_norm.py",
-        old="return add_by_name if is_busy else add",
-        new="return add",
+        old="elif self._is_busy:",
+        new="elif False:",
         caught_by="tests/strategies/on_torch/test_torch_sync_batch_norm.py::test_sums_do_not_disturb_gradients_that_leave_meanwhile",
     ),
     Fault(
@@ -366,7 +366,7 @@ IN_FRONT_ENDS = (
     Fault(
         name="a layer thawed in a loop is never averaged",
         path="strategies/torch/distributed_model/parts.py",
-        old="one.requires_grad and id(one) not in numbers for",
+        old="one.requires_grad and id(one) not in self.numbers for",
         new="False for",
         caught_by="tests/strategies/on_torch/test_gradient_averaging.py::TestTrainedLayers::test_layers_thaw_and_freeze_between_steps",
     ),
@@ -380,8 +380,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="a new layer begins with different values on each instance",
         path="strategies/torch/distributed_model/parts.py",
-        old="for name, one in self._watch.named}\n        buffers",
-        new="for name, one in self._watch.named if not digests}\n        buffers",
+        old="for name, one in self.watch.named}\n        buffers",
+        new="for name, one in self.watch.named if not digests}\n        buffers",
         caught_by="tests/strategies/on_torch/test_gradient_averaging.py::TestTrainedLayers::test_parameters_that_differ_between_instances_are_refused_by_name",
     ),
     Fault(
@@ -393,14 +393,14 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="a reentrant checkpoint ends a backward pass of a loop",
-        path="strategies/torch/distributed_model/backward_passes.py",
+        path="strategies/torch/distributed_model/passes.py",
         old="        if is_nested():",
-        new="        if running is None and is_nested():",
+        new="        if not self.tasks and is_nested():",
         caught_by="tests/strategies/on_torch/test_gradient_averaging.py::TestCheckpointing::test_one_replica_counts_one_step",
     ),
     Fault(
         name="two forward passes before one backward pass draw the same numbers",
-        path="strategies/torch/distributed_model/progress.py",
+        path="strategies/torch/distributed_model/passes.py",
         old="            if states is not None:\n",
         new="            if states is not None and False:\n",
         caught_by="tests/strategies/on_torch/test_gradient_averaging.py::TestRandomNumbers::test_two_forward_passes_before_one_backward_draw_as_in_trainer",
@@ -414,30 +414,30 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="a model's gradients are sent before those of an earlier model",
-        path="strategies/torch/distributed_model/backward_passes.py",
+        path="strategies/torch/distributed_model/passes.py",
         old="            if not model_pass.has_left:\n                return\n",
         new="",
         caught_by="tests/strategies/on_torch/test_backward_passes.py::test_buckets_of_a_later_model_leave_after_those_of_the_first_model",
     ),
     Fault(
         name="LBFGS decides by the loss of one instance",
-        path="strategies/torch/distributed_model/progress.py",
+        path="strategies/torch/distributed_model/averaging.py",
         old="return torch.tensor(float(mean / of_weights),",
         new="return torch.tensor(float(loss),",
         caught_by="tests/strategies/on_torch/test_gradient_averaging.py::TestBackwardPasses::test_optimizers_that_read_the_loss_make_equally_many_passes_everywhere",
     ),
     Fault(
         name="gradients of autograd.grad are local, without a warning",
-        path="strategies/torch/distributed_model/backward_passes.py",
+        path="strategies/torch/distributed_model/averaging.py",
         old="        if names:\n            self._warn(",
         new="        if not names:\n            self._warn(",
         caught_by="tests/strategies/on_torch/test_gradient_averaging.py::TestAutogradGrad::test_gradients_of_parameters_warn_once_by_name",
     ),
     Fault(
         name="parameters keep the object that averages them alive",
-        path="strategies/torch/distributed_model/backward_passes.py",
-        old="partial(_tell, weakref.WeakMethod(arrived))",
-        new="partial(_tell, lambda: arrived)",
+        path="strategies/torch/distributed_model/passes.py",
+        old="partial(call_if_there, weakref.WeakMethod(completed))",
+        new="partial(call_if_there, lambda: completed)",
         caught_by="tests/strategies/on_torch/test_gradient_averaging.py::TestMemory::test_memory_of_a_model_is_freed_with_the_model",
     ),
     Fault(
@@ -449,7 +449,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="all replicas of an instance evaluate with the buffers of its first one",
-        path="strategies/torch/evaluation.py",
+        path="strategies/torch/replicas/evaluation.py",
         old="{number: each[replica] for number,",
         new="{number: each[local[0]] for number,",
         caught_by="tests/strategies/on_torch/test_torch_replica_groups.py::TestBuffersOfEachReplica::test_each_replica_predicts_with_its_own_buffers",
@@ -457,8 +457,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="a replica without a gradient sends the previous step's",
         path="strategies/torch/exchange/host.py",
-        old="        if gradient is None:\n            view.zero_()",
-        new="        if gradient is None:\n            pass",
+        old="                view.zero_()",
+        new="                pass",
         caught_by="tests/strategies/on_torch/test_repeated_turns.py::test_a_parameter_without_a_gradient_adds_no_old_gradient",
     ),
     Fault(
@@ -470,16 +470,16 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="rows after an incomplete batch get numbers of other rows",
-        path="strategies/keras/batches.py",
+        path="strategies/keras/data.py",
         old="self.first_row += given",
         new="self.first_row += len(positions)",
         caught_by="tests/strategies/keras_models/test_keras_data.py::test_row_numbers_continue_after_a_step_that_is_not_filled",
     ),
     Fault(
         name="rows of a resumed epoch are numbered from its first step",
-        path="strategies/keras/batches.py",
-        old="_Dealer(self._layout, start * self._layout.global_batch_size)",
-        new="_Dealer(self._layout)",
+        path="strategies/keras/data.py",
+        old="_StepSharding(self._layout, start * self._layout.global_batch_size)",
+        new="_StepSharding(self._layout)",
         caught_by="tests/strategies/keras_models/test_keras_data.py::test_row_numbers_are_the_same_if_an_epoch_is_continued",
     ),
     Fault(
@@ -512,35 +512,35 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="a learning rate in a tensor is not restored",
-        path="strategies/torch/optimizer_arrays.py",
+        path="strategies/torch/updates.py",
         old="group[name].copy_(as_tensor(np.asarray(value)))",
         new="pass",
         caught_by="tests/strategies/on_torch/test_torch_checkpoints.py::test_a_tensor_learning_rate_is_restored_in_place",
     ),
     Fault(
         name="an instance hands over mean gradients that its program has changed",
-        path="strategies/torch/distributed_model/turns.py",
-        old="return means.kept() if self._replicas.can_carry_on else means",
+        path="strategies/torch/distributed_model/model.py",
+        old="return means.kept() if replicas.can_carry_on else means",
         new="return means",
         caught_by="tests/strategies/on_torch/test_torch_surviving.py::test_a_late_instance_gets_the_means_as_they_were",
     ),
     Fault(
         name="a repeated pass of a loop begins with the buffers of the interrupted one",
-        path="strategies/torch/distributed_model/turns.py",
+        path="strategies/torch/distributed_model/model.py",
         old="TurnsOfStep(step, number, local, device, self._is_repetition)",
         new="TurnsOfStep(step, number, local, device)",
         caught_by="tests/strategies/on_torch/test_torch_surviving.py::test_a_loop_survives_a_loss_at_every_event_of_a_step",
     ),
     Fault(
         name="a late instance of a loop drops the gradients that have no mean",
-        path="strategies/torch/distributed_model/turns.py",
-        old="            parameter.grad = gradient\n",
-        new="            pass\n",
+        path="strategies/torch/distributed_model/model.py",
+        old="                parameter.grad = gradient\n",
+        new="                pass\n",
         caught_by="tests/strategies/on_torch/test_torch_surviving.py::test_a_late_instance_keeps_the_gradients_of_layers_that_no_replica_has_used",
     ),
     Fault(
         name="a spare of a PyTorch training shows old values",
-        path="strategies/torch/unread.py",
+        path="strategies/torch/hidden_values.py",
         old="if function not in _FACTS:",
         new="if function is None:",
         caught_by="tests/strategies/on_torch/test_torch_spares.py::test_a_spare_that_reads_values_ends_with_the_reason",

@@ -11,7 +11,7 @@ _ONE_PROCESS = f"{_OF_TRAINER}test_a_training_is_that_of_one_process_with_all_to
 IN_TORCH_WEIGHTS = (
     Fault(
         name="the loss of a micro-batch is not multiplied by its weight",
-        path="strategies/torch/outcomes.py",
+        path="strategies/torch/options.py",
         old="torch.promote_types(loss.dtype, torch.float32)) * weight",
         new="torch.promote_types(loss.dtype, torch.float32))",
         caught_by=f"{_ONE_PROCESS}[plain]",
@@ -26,8 +26,8 @@ IN_TORCH_WEIGHTS = (
     Fault(
         name="the weights of an instance's replicas on a device are added without the last one",
         path="strategies/torch/exchange/device.py",
-        old="for one in self._told], operator.add)",
-        new="for one in self._told[:-1]], operator.add)",
+        old="for one in self._tail_values], operator.add)",
+        new="for one in self._tail_values[:-1]], operator.add)",
         caught_by=f"{_ONE_PROCESS}[on a device]",
     ),
     Fault(
@@ -47,8 +47,8 @@ IN_TORCH_WEIGHTS = (
     Fault(
         name="instances may disagree on whether losses have weights",
         path="strategies/torch/engine.py",
-        old='title = "weighted gradients" if has_weights else "gradients"',
-        new='title = "gradients"',
+        old='        insist_on_agreement(self._replicas, [{"metrics": ", ".join(names)}])',
+        new="",
         caught_by=f"{_OF_TRAINER}test_instances_agree_on_weights_that_depend_on_their_data",
     ),
     Fault(
@@ -67,29 +67,29 @@ IN_TORCH_WEIGHTS = (
     ),
     Fault(
         name="an evaluation of PyTorch counts rows, and not their weights",
-        path="strategies/torch/evaluation.py",
+        path="strategies/torch/replicas/evaluation.py",
         old="weight = float(computed.get(WEIGHT, count)) if count else 0.0",
         new="weight = float(count)",
         caught_by=f"{_OF_TRAINER}test_an_evaluation_is_the_mean_over_all_tokens",
     ),
     Fault(
         name="gradients of a loop are not divided by the mean weight",
-        path="strategies/torch/distributed_model/weights.py",
+        path="strategies/torch/distributed_model/averaging.py",
         old="        divide(wide, weight)\n",
         new="",
         caught_by=f"{_OF_LOOPS}test_a_plain_loop_has_the_bits_of_a_trainer",
     ),
     Fault(
         name="a micro-batch of a loop counts with the weight of the last one only",
-        path="strategies/torch/distributed_model/weights.py",
+        path="strategies/torch/distributed_model/passes.py",
         old="self._sum += given.value",
         new="self._sum = given.value",
         caught_by=f"{_OF_LOOPS}test_micro_batches_of_unequal_lengths_are_one_batch",
     ),
     Fault(
         name="a weighted mean is added to gradients of an earlier step",
-        path="strategies/torch/distributed_model/weights.py",
-        old="        elif not self.has_passes:",
+        path="strategies/torch/distributed_model/passes.py",
+        old="        elif not self._has_passes:",
         new="        elif False:",
         caught_by=f"{_OF_LOOPS}test_passes_without_a_weighted_mean_are_refused",
     ),
@@ -109,9 +109,9 @@ IN_TORCH_WEIGHTS = (
     ),
     Fault(
         name="an instance that is late does not hear that a step has no weight",
-        path="strategies/torch/distributed_model/means.py",
-        old="gradients, buffers, float(known[2]) if known[1] else None)",
-        new="gradients, buffers, None)",
+        path="strategies/torch/distributed_model/parts.py",
+        old='found, buffers, sent["weight"])',
+        new="found, buffers, None)",
         caught_by=f"{_OF_LOOPS}test_a_late_instance_hears_the_mean_weight",
     ),
 )

@@ -32,14 +32,14 @@ IN_WEIGHTS = (
     ),
     Fault(
         name="metrics are not divided by the mean weight",
-        path="strategies/core/weights.py",
+        path="strategies/core/options.py",
         old="np.divide(means, np.float32(weight), dtype=np.float32)",
         new="np.asarray(means, np.float32)",
         caught_by=_ONE_PROCESS,
     ),
     Fault(
         name="the weight is read as the notice",
-        path="strategies/jax/gradients/tail.py",
+        path="strategies/jax/gradients/model_state.py",
         old='''"""The place of the notice."""
         return self.num_values''',
         new='''"""The place of the notice."""
@@ -48,21 +48,21 @@ IN_WEIGHTS = (
     ),
     Fault(
         name="the flag of gradients that are not finite is read where the notice is",
-        path="strategies/jax/gradients/tail.py",
+        path="strategies/jax/gradients/model_state.py",
         old="return self.num_values + 1",
         new="return self.num_values",
         caught_by="tests/strategies/test_replica_program.py::TestTheTail::test_the_tail_has_the_declared_length",
     ),
     Fault(
         name="a loss of weight 0 that is NaN spoils the mean",
-        path="strategies/jax/gradients/tail.py",
+        path="strategies/jax/gradients/model_state.py",
         old="return jnp.where(weight > 0, widened(values) * weight, 0)",
         new="return widened(values) * weight",
         caught_by=_ONE_PROCESS,
     ),
     Fault(
         name="a negative weight is hidden in the sum",
-        path="strategies/jax/gradients/tail.py",
+        path="strategies/jax/gradients/model_state.py",
         old="jnp.where(((bits >= 0) | (size == 0)) & jnp.isfinite(number), number, jnp.nan)",
         new="number",
         caught_by=f"{_OF_JAX}test_a_bad_weight_on_one_replica_is_an_error_on_all_instances",
@@ -70,15 +70,15 @@ IN_WEIGHTS = (
     Fault(
         name="a step without weight is applied",
         path="strategies/jax/engine.py",
-        old="        if not pending.is_weighted:",
-        new="        if False:",
+        old="if not pending.is_weighted or (decides",
+        new="if (decides",
         caught_by=f"{_OF_JAX}test_a_step_without_weight_is_skipped_if_so_told",
     ),
     Fault(
         name="a step without weight lowers the loss scale",
         path="strategies/core/step.py",
-        old="if arrived.is_weighted else scale.kept()",
-        new="if arrived.is_weighted else self.scaling.after(scale, False)",
+        old="if result.is_weighted else scale.kept()",
+        new="if result.is_weighted else self.scaling.after(scale, False)",
         caught_by=f"{_OF_JAX}test_a_skipped_step_is_counted_with_loss_scaling_and_keeps_the_scale",
     ),
     Fault(
@@ -104,14 +104,14 @@ IN_WEIGHTS = (
     ),
     Fault(
         name="replicas of Keras count the same whatever their masks are",
-        path="strategies/keras/divisors.py",
+        path="strategies/keras/means.py",
         old="return jnp.where(divisor == 0, NO_ROWS, divisor)",
         new="return jnp.ones(())",
         caught_by=f"{_OF_KERAS}test_training_is_that_of_stock_keras_with_the_rows_of_all_replicas",
     ),
     Fault(
         name="an added loss of Keras counts with the mask of another one",
-        path="strategies/keras/divisors.py",
+        path="strategies/keras/means.py",
         old="        return depends\n",
         new="        return False\n",
         caught_by=f"{_OF_KERAS}test_training_is_that_of_stock_keras_with_the_rows_of_all_replicas",
@@ -119,8 +119,8 @@ IN_WEIGHTS = (
     Fault(
         name="Keras's mean loss of an epoch is that of the replicas' losses",
         path="strategies/keras/training.py",
-        old="if self._division.is_weighted:",
-        new="if False:",
+        old="if not self._division.is_weighted:",
+        new="if True:",
         caught_by=f"{_OF_KERAS}test_training_is_that_of_stock_keras_with_the_rows_of_all_replicas",
     ),
 )

@@ -9,7 +9,7 @@ from popdist.records.private_files import open_recording, open_unless_linked
 from poprun.cli.config import open_own
 from poprun.output.output_files import OutputFiles
 from poprun.trace.trace_events import opened
-from strategies.sinks.csv_file import CsvFile
+from strategies.sinks.files import CsvFile
 
 NEW = os.O_WRONLY | os.O_CREAT
 STRANGER = 12345

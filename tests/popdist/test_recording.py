@@ -73,7 +73,6 @@ def test_queries_of_the_projects_own_packages_are_not_recorded(nothing_asked, mo
     [
         ("jax/gradients/replica_program", "loss"),
         ("jax/updates/update", "optimizer"),
-        ("jax/updates/sharded_update", "optimizer"),
         ("exchange/flat", ""),
     ],
 )

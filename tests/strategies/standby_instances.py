@@ -20,7 +20,7 @@ from collectives.instruments import Instruments
 from popdist import Instance
 from popdist.records.faults import FaultInjector
 from strategies.core.journal import JournalMember
-from strategies.jax.replicas.membership import Membership
+from strategies.jax.replicas.processes import Membership
 
 Result = TypeVar("Result")
 
@@ -106,7 +106,6 @@ class StandbyThreads(Membership):
     def journal_member(self) -> JournalMember:
         return self
 
-    @property
     def is_spare(self) -> bool:
         return self._is_spare
 
@@ -116,7 +115,6 @@ class StandbyThreads(Membership):
         hub, number = self._job.hub.newest(self._rank)
         return (self._is_chosen or not self._is_spare) and not hub.why_lost(number)
 
-    @property
     def keeps_journal(self) -> bool:
         return True
 

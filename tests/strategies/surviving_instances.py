@@ -19,7 +19,7 @@ from collectives.instruments import Instrument, Instruments
 from popdist import Instance
 from popdist.records.faults import Fault, FaultInjector, InjectedError, parse_fault
 from strategies.defaults import Defaults
-from strategies.jax.replicas.membership import Membership
+from strategies.jax.replicas.processes import Membership
 
 Result = TypeVar("Result")
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from strategies import clip_by_global_norm
-from strategies.jax.updates.arithmetic import add_stochastically, round_stochastically
+from strategies.jax.updates.update import add_stochastically, round_stochastically
 
 DTYPES = {"bfloat16": (ml_dtypes.bfloat16, 16), "float16": (np.float16, 13)}
 

@@ -7,9 +7,7 @@ import pytest
 from jax.experimental import io_callback
 from jax.extend import core
 
-from strategies.jax.replicas.callbacks import in_order
-from strategies.jax.replicas.collective_equations import Collective, Reduce
-from strategies.jax.replicas.replica_groups import ReplicaGroups
+from strategies.jax.replicas.collective_equations import Collective, Reduce, ReplicaGroups, in_order
 
 NUMBER = jax.ShapeDtypeStruct((), np.float32)
 

@@ -17,8 +17,10 @@ pytest.importorskip("orbax.checkpoint")
 from strategies import CheckpointError, Position  # noqa: E402
 from strategies.checkpoints import checkpoint_folder as module  # noqa: E402
 from strategies.checkpoints.checkpoint_folder import CheckpointFolder, SavedTraining, _reason  # noqa: E402
-from strategies.checkpoints.sealed_folders import fault_of  # noqa: E402
-from strategies.checkpoints.serialization import Packing  # noqa: E402
+from strategies.checkpoints.sealed_folders import (
+    Packing,  # noqa: E402
+    fault_of,  # noqa: E402
+)
 
 POSITION = Position(1, 2, seed=3, batch_size=4, total_replicas=2, length=50)
 ARRAYS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array(7, np.int32)}

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from collectives.reduction import OPERATIONS
-from strategies.jax.replicas.collective_equations import BlockExchange, Collective, Gather, Reduce
-from strategies.jax.replicas.replica_groups import ReplicaGroups
+from strategies.jax.replicas.collective_equations import BlockExchange, Collective, Gather, Reduce, ReplicaGroups
 
 KINDS = [
     *map(Reduce, OPERATIONS),

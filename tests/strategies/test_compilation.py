@@ -12,13 +12,18 @@ import jax
 import numpy as np
 import pytest
 
-from strategies.jax.programs.compilation import compiled_in_turn, explain_recompilation, turn, use_executable_cache
+from strategies.jax.programs.compilation import (
+    compiled_once_per_host,
+    explain_recompilation,
+    folder_lock,
+    use_executable_cache,
+)
 
 
 def test_without_a_folder_nothing_is_kept():
     assert use_executable_cache({}) is None
     program = jax.jit(lambda x: x)
-    assert compiled_in_turn(program, None) is program
+    assert compiled_once_per_host(program, None) is program
 
 
 def test_a_folder_that_cannot_be_made_is_one_clear_error():
@@ -76,7 +81,7 @@ class TestFolderPermissions:
     def test_created_files_are_for_this_user_alone(self, tmp_path, umask, mask):
         umask(mask)
         folder = self.use(tmp_path / "above" / "named")
-        with turn(folder) as is_first:
+        with folder_lock(folder) as is_first:
             assert is_first
         assert [mode_of(path) for path in (folder, folder.parent, folder.parent.parent)] == [0o700] * 3
         assert [mode_of(path) for path in folder.iterdir()] == [0o600]
@@ -144,21 +149,21 @@ class TestFolderPermissions:
             with another_user(), caplog.at_level(logging.INFO):
                 assert self.use(named) == folder
                 assert jax.config.jax_persistent_cache_min_entry_size_bytes > 1 << 60  # nothing is written
-                with turn(folder) as is_first:
+                with folder_lock(folder) as is_first:
                     assert not is_first
         assert "every instance compiles by itself" in caplog.text
 
     def test_a_lock_is_not_taken_through_a_link(self, tmp_path):
-        with turn(tmp_path):
+        with folder_lock(tmp_path):
             pass
         [lock] = tmp_path.iterdir()
         lock.rename(tmp_path / "elsewhere")
         lock.symlink_to("elsewhere")
-        with turn(tmp_path) as is_first:
+        with folder_lock(tmp_path) as is_first:
             assert not is_first
 
     def test_child_processes_do_not_inherit_the_lock(self, tmp_path):
-        with turn(tmp_path):
+        with folder_lock(tmp_path):
             [held] = [name for name in os.listdir("/proc/self/fd") if leads_into(name, tmp_path)]
             assert not os.get_inheritable(int(held))
 
@@ -171,34 +176,34 @@ def leads_into(descriptor, folder):
 
 
 def test_every_instance_compiles_if_the_folder_cannot_be_written(tmp_path):
-    with turn(tmp_path / "none") as is_first:
+    with folder_lock(tmp_path / "none") as is_first:
         assert not is_first
 
 
 def test_one_instance_compiles_at_a_time_and_the_others_wait_for_a_limited_time(tmp_path, caplog):
-    with turn(tmp_path) as is_first, caplog.at_level(logging.WARNING):
+    with folder_lock(tmp_path) as is_first, caplog.at_level(logging.WARNING):
         assert is_first
-        with turn(tmp_path, wait_s=0) as is_second:
+        with folder_lock(tmp_path, wait_s=0) as is_second:
             assert not is_second
-        program = compiled_in_turn(jax.jit(lambda x: x + 1), tmp_path, wait_s=0)
+        program = compiled_once_per_host(jax.jit(lambda x: x + 1), tmp_path, wait_s=0)
         assert program(np.float32(1)) == 2
     assert "waited 0 s for an instance that compiles" in caplog.text
-    with turn(tmp_path, wait_s=0) as is_next:
+    with folder_lock(tmp_path, wait_s=0) as is_next:
         assert is_next
 
 
 def test_a_process_waits_in_vain_for_a_folder_once(tmp_path, caplog):
     """A second wait for the same folder returns at once."""
-    with turn(tmp_path):
+    with folder_lock(tmp_path):
         for wait_s in (0, 3600, 3600):
-            with turn(tmp_path, wait_s) as is_second:
+            with folder_lock(tmp_path, wait_s) as is_second:
                 assert not is_second
     assert caplog.text.count("not waiting again") == 1
 
 
 def test_a_program_that_is_only_traced_is_not_compiled(tmp_path):
-    program = compiled_in_turn(jax.jit(lambda x: x + 1), tmp_path)
-    with turn(tmp_path):
+    program = compiled_once_per_host(jax.jit(lambda x: x + 1), tmp_path)
+    with folder_lock(tmp_path):
         assert jax.eval_shape(program, np.float32(1)).shape == ()
 
 

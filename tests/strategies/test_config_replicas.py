@@ -9,10 +9,10 @@ import pytest
 import strategies
 from popdist import EnvironmentMismatchError, Instance
 from popdist.tensorflow import set_ipu_config
-from strategies.compat.config.configured import ipus_of_group, select
+from strategies.compat.ipu_config import ipus_of_group, select
 from strategies.config import IPUConfig, reset_ipu_configuration
 from strategies.defaults import Defaults, Selection, rounded_to_power_of_two
-from strategies.launched import refuse_contradictions
+from strategies.job_strategies import check_defaults_match
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ class TestContradictions:
         ],
     )
     def test_a_configuration_of_this_instance_is_accepted(self, defaults):
-        refuse_contradictions(defaults, LAUNCHED)
+        check_defaults_match(defaults, LAUNCHED)
 
     @pytest.mark.parametrize(
         ("defaults", "words"),
@@ -169,7 +169,7 @@ class TestContradictions:
     )
     def test_a_configuration_of_another_instance_is_refused(self, defaults, words):
         with pytest.raises(EnvironmentMismatchError, match=words):
-            refuse_contradictions(defaults, LAUNCHED)
+            check_defaults_match(defaults, LAUNCHED)
 
 
 def test_other_strategies_ignore_the_stages_of_a_model(on_instances):

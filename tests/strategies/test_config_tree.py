@@ -8,39 +8,51 @@ import json
 
 import pytest
 
-from strategies.compat.config.category import AttributeMetadata, Category, attribute, category, fits, table_of, text_of
+from strategies.compat.config_tree import AttributeMetadata, Category, fits, text_of
 
 Colour = enum.Enum("Colour", {"RED": 0, "BLUE": 7})
 
 
-def branches(description):
-    return category(
-        description,
-        length=attribute(1, "In metres."),
-        older=attribute(2, "What length was.", deprecated_msg="use length."),
-        leaves=category(
-            "What hangs there.",
-            colour=attribute(Colour.RED, "Of leaves."),
-            mixed=attribute(False, "Either.", Colour | bool),
-        ),
-    )
+class Leaves:
+    """Things that hang there.
+
+    Attributes:
+        colour: Of leaves.
+        mixed: Either.
+    """
+
+    colour: Colour = Colour.RED
+    mixed: Colour | bool = False
 
 
-TREE = table_of(
-    {"branches.length": "they are longer"},
-    height=attribute(1, "To the top.", int | str | list[int]),
-    rings=attribute(([1.0],), "Of the trunk.", tuple[list[float | tuple[str]], ...]),
-    names=attribute({}, "In all languages.", dict[str, str]),
-    branches=branches("All branches."),
-    roots=branches("All roots."),
-)
+class Branches:
+    """All branches.
+
+    Attributes:
+        length: In metres.
+            Effect: they are longer.
+        older: What length was.
+    """
+
+    DEPRECATED = {"older": "use length."}
+    length: int = 1
+    older: int = 2
+    leaves: Leaves
 
 
 class Tree(Category):
+    """A tree."""
+
+    height: int | str | list[int] = 1
+    rings: tuple[list[float | tuple[str]], ...] = ([1.0],)
+    names: dict[str, str] = {}
+    branches: Branches
+    roots: Branches
+
     _title = "Tree"
 
     def __init__(self):
-        super().__init__(TREE)
+        super().__init__(Tree)
 
 
 @pytest.fixture

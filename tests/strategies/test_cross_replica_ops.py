@@ -10,7 +10,7 @@ import pytest
 
 import strategies
 from strategies import cross_replica_ops as ops
-from strategies.jax.replicas.replica_groups import ReplicaGroups
+from strategies.jax.replicas.collective_equations import ReplicaGroups
 
 ROWS = np.float32([[0, 0, 1, 2], [0, 1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5]])
 

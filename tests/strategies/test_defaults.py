@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import strategies
-from strategies.compat.config.configured import select
+from strategies.compat.ipu_config import select
 from strategies.compat.pipelining_ops import pipeline
 from strategies.config import IPUConfig, reset_ipu_configuration
 from strategies.defaults import in_force
@@ -40,7 +40,7 @@ def reads_of_the_process(path: Path) -> list[str]:
 def test_the_configuration_of_the_process_is_read_in_two_places() -> None:
     """The places are a strategy without given defaults, and objects made without a strategy."""
     read = [place for path in sorted((ROOT / "strategies").rglob("*.py")) for place in reads_of_the_process(path)]
-    assert read == ["strategies/defaults.py", "strategies/jax/replicas/membership.py"]
+    assert read == ["strategies/defaults.py", "strategies/jax/replicas/processes.py"]
 
 
 @pytest.mark.usefixtures("configured")
@@ -86,7 +86,7 @@ class TestGivenDefaults:
             assert strategies.InfeedQueue(rows).prefetch_depth == 3
             assert strategies.Pipelining([0, 1]).recomputes
             made = pipeline([lambda v, x: x, lambda v, x: x], 4, inputs=[1.0])
-        assert made._pipelining.recomputes
+        assert made.options["pipeline"].recomputes
         assert strategies.InfeedQueue(rows).prefetch_depth == 1
         assert not strategies.Pipelining([0, 1]).recomputes
 

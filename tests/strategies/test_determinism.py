@@ -8,9 +8,9 @@ import jax
 import pytest
 
 from popdist.xla import DETERMINISTIC, deterministic_setting, shared_memory_setting
-from strategies.jax.programs import determinism
+from strategies.jax.programs import xla_pitfalls
 from strategies.jax.programs.compilation import usual_folder
-from strategies.jax.programs.determinism import WAY_OUT, use_deterministic_operations, way_out_of_refusals
+from strategies.jax.programs.xla_pitfalls import WAY_OUT, use_deterministic_operations, way_out_of_refusals
 
 FLAG = f"{DETERMINISTIC}=true"
 
@@ -41,7 +41,7 @@ def test_a_file_of_flags_is_read(tmp_path):
 def test_the_flag_is_set_before_jax_starts_and_known_to_xla(in_new_process):
     program = (
         "import os, jax\n"
-        "from strategies.jax.programs.determinism import use_deterministic_operations\n"
+        "from strategies.jax.programs.xla_pitfalls import use_deterministic_operations\n"
         "use_deterministic_operations(os.environ)\n"
         "print(os.environ['XLA_FLAGS'], jax.jit(lambda x: x + 1)(1.0))"
     )
@@ -78,7 +78,7 @@ def caches_of_xla():
 
 @pytest.mark.usefixtures("caches_of_xla")
 def test_a_jax_that_started_without_the_flag_is_one_warning(caplog):
-    determinism._warn_of_start.cache_clear()
+    xla_pitfalls._warn.cache_clear()
     jax.device_put(1.0)
     environ = {"XLA_FLAGS": ""}
     for _ in range(2):
@@ -92,7 +92,7 @@ def test_a_jax_that_started_without_the_flag_is_one_warning(caplog):
 
 @pytest.mark.usefixtures("caches_of_xla")
 def test_a_user_who_names_the_flag_is_not_warned(caplog):
-    determinism._warn_of_start.cache_clear()
+    xla_pitfalls._warn.cache_clear()
     use_deterministic_operations({"XLA_FLAGS": f"{DETERMINISTIC}=false"})
     assert not caplog.records
 
@@ -127,12 +127,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from jax._src import distributed
-from strategies.jax.programs.compilation import compile_in_turn
+from strategies.jax.programs.compilation import compile_once_per_host
 folder = Path(sys.argv[1])
 distributed.global_state.process_id = 1
 jax.config.update("jax_compilation_cache_dir", str(folder))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-compile_in_turn(jax.jit(lambda x: jnp.sin(x)).lower(1.0), folder)
+compile_once_per_host(jax.jit(lambda x: jnp.sin(x)).lower(1.0), folder)
 print(distributed.global_state.process_id, sum(path.name.endswith("-cache") for path in folder.iterdir()))
 """
 

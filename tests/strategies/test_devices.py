@@ -148,7 +148,7 @@ ON_DEVICES = """\
 import sys
 import jax, jax.numpy as jnp, numpy as np, optax
 import strategies
-from strategies.jax.replicas import devices
+from strategies.jax.replicas import devices, replicas
 
 def loss_fn(variables, batch, key):
     kept = jax.random.bernoulli(key, 0.8, (4, 5))
@@ -172,7 +172,7 @@ def compute():
 if "one" in sys.argv:
     compute()
 column = lambda replicas: devices.ReplicaDevices(tuple(jax.local_devices()), replicas)
-devices.choose_grid = lambda replicas, *_: devices.DeviceGrid((column(replicas),))
+replicas.choose_grid = lambda local, *_, **named: devices.DeviceGrid((column(local),))
 compute()
 """
 

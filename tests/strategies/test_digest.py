@@ -8,8 +8,8 @@ import pytest
 
 import strategies
 from strategies import fingerprint
-from strategies.core.digest import instances_that_differ
-from strategies.jax.comparing.digest import digest_of, flip_bit
+from strategies.core.agreement import instances_that_differ
+from strategies.jax.comparing.agreement import digest_of, flip_bit
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "bool"])

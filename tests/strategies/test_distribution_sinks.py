@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 
 from strategies.sinks import sinks as delivery_module
-from strategies.sinks.csv_file import CsvFile
-from strategies.sinks.distribution import BINS, Distribution
-from strategies.sinks.json_lines import JsonLines
-from strategies.sinks.prometheus import Prometheus
-from strategies.sinks.sink import Row, Sink
-from strategies.sinks.sinks import JobFacts, SinkDelivery, Sinks
+from strategies.sinks.files import CsvFile, JsonLines
+from strategies.sinks.services import Prometheus
+from strategies.sinks.sink import BINS, Distribution, JobFacts, Row, Sink
+from strategies.sinks.sinks import SinkDelivery, Sinks
 
 LIMIT_S = 60.0
 ARRAY = np.random.default_rng(1).standard_normal(500).astype(np.float32)
@@ -68,7 +66,7 @@ def test_tensorboard_draws_the_bins(tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from strategies.sinks.tensorboard import TensorBoard
+    from strategies.sinks.services import TensorBoard
 
     sink = TensorBoard(tmp_path)
     sink.open(goes_on=False)
@@ -165,7 +163,7 @@ def test_an_instance_that_does_not_write_keeps_the_newest_distributions(monkeypa
     sink.goes_on.set()
     with Sinks([sink], JobFacts(is_chief=lambda: is_chief[0])) as sinks:
         for step in range(4):
-            sinks.tell(step, lambda step=step: {"loss": step}, 1, FOUND)
+            sinks.add_step(step, lambda step=step: {"loss": step}, 1, FOUND)
         is_chief[0] = True
-        sinks.tell(4, lambda: {"loss": 4}, 1)
+        sinks.add_step(4, lambda: {"loss": 4}, 1)
     assert [(step, count) for step, _, count in sink.got] == [(0, 0), (1, 0), (2, 2), (3, 2), (4, 0)]

@@ -22,8 +22,8 @@ import pytest
 
 from popdist.standby import joined, separated
 from strategies import Mean, SpareError
-from strategies.core.entries import DEEPEST, Entry
-from strategies.jax.replicas.entry_nodes import TreeNodes
+from strategies.core.journal import DEEPEST, Entry
+from strategies.jax.replicas.sharding import TreeNodes
 from strategies.trees import ShapeOfArray
 
 NODES = TreeNodes()
@@ -289,8 +289,8 @@ import sys
 from collections import OrderedDict, namedtuple
 import numpy as np
 import strategies.trees as trees
-from strategies.core.entries import Entry
-from strategies.jax.replicas.entry_nodes import TreeNodes
+from strategies.core.journal import Entry
+from strategies.jax.replicas.sharding import TreeNodes
 from strategies.errors import SpareError
 
 class Metric:

@@ -1,6 +1,7 @@
 """Estimators: the original's rows, and the same bits as `Trainer`."""
 
 import functools
+import gc
 import itertools
 import re
 
@@ -13,6 +14,7 @@ from estimator_parts import Seen, config_of, increasing
 from tiers import also
 
 import strategies
+from popdist.compat import ipu
 from strategies.compat import estimator as est
 from strategies.compat.estimator import (
     CrossReplicaOptimizer,
@@ -72,6 +74,35 @@ def test_steps_are_counted_in_iterations(tmp_path):
     estimator.train(input_fn, [seen], max_steps=9)
     assert seen.steps == [2, 4, 6, 8, 10]
     assert set(batch_sizes) == {2}
+
+
+def test_a_worker_alone_gets_the_input_context_that_its_function_needs():
+    def needing(input_context):
+        contexts.append((input_context.num_input_pipelines, input_context.input_pipeline_id))
+        return increasing(2)()
+
+    def asking(input_context="mine"):
+        contexts.append(input_context)
+        return increasing(2)()
+
+    contexts = []
+    for input_fn in (needing, asking):
+        IPUEstimator(metric(jnp.mean)).evaluate(input_fn, steps=1)
+    assert contexts == [(1, 0), "mine"]
+
+
+def test_an_accumulating_optimizer_changes_variables_at_each_fourth_iteration():
+    """The gradient of w is each feature."""
+
+    def model_fn(features, mode):
+        loss = est.get_variable("w", initializer=1.0) * features
+        optimizer = ipu.optimizers.CrossReplicaGradientAccumulationOptimizerV2(optax.sgd(1.0), 4)
+        return IPUEstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss))
+
+    estimator, found = IPUEstimator(model_fn), []
+    for _ in range(4):
+        found.append(float(estimator.train(increasing(2), steps=2).get_variable_value("w")))
+    assert found == [1, -1, -1, -3]
 
 
 def test_the_loss_is_the_mean_over_the_iterations_of_a_loop():
@@ -189,6 +220,52 @@ def _with_params(model_fn):
         return model_fn(features, labels, mode)
 
     return taking
+
+
+def test_each_training_calls_model_fn_with_its_present_values():
+    """A training continues with the momentum of the one before."""
+    scale = 1.0
+
+    def model_fn(features, mode, params):
+        loss = scale * est.get_variable("w", initializer=0.0) * features
+        return IPUEstimatorSpec(mode, loss=loss, train_op=optax.sgd(params["rate"], 0.5))
+
+    estimator, found = IPUEstimator(model_fn, params={"rate": 1.0}), []
+    for scale, estimator.params["rate"] in ((1.0, 1.0), (3.0, 1.0), (3.0, 10.0)):  # noqa: B007  model_fn reads it
+        estimator.train(lambda: np.ones(1, np.float32))
+        found.append(float(estimator.get_variable_value("w")))
+    assert found == [-1, -1 - 3.5, -1 - 3.5 - 10 * 4.75]
+
+
+def test_another_optimizer_in_a_later_training_is_refused():
+    optimizer = optax.sgd(0.1)
+
+    def model_fn(features, mode):
+        return IPUEstimatorSpec(mode, loss=est.get_variable("w", initializer=0.0) * features, train_op=optimizer)
+
+    estimator = IPUEstimator(model_fn).train(lambda: np.ones(1, np.float32))
+    optimizer = optax.adam(0.1)
+    with pytest.raises(ValueError, match="another optimizer or other variables than before; use a new estimator"):
+        estimator.train(lambda: np.ones(1, np.float32))
+    optimizer = optax.sgd(0.2)
+    estimator.train(lambda: np.ones(1, np.float32))
+    assert estimator.get_variable_value("w") == pytest.approx(-0.3)
+
+
+def test_a_later_training_frees_the_state_of_the_one_before():
+    def model_fn(features, mode):
+        w = est.get_variable("w", initializer=np.zeros(1031, np.float32))
+        return IPUEstimatorSpec(mode, loss=(w.sum() - features) ** 2, train_op=optax.adam(0.1))
+
+    class Counting:
+        def after_run(self, context, values):
+            found.append(sum(array.shape == (1031,) for array in jax.live_arrays()))
+
+    found, estimator = [], IPUEstimator(model_fn)
+    for _ in range(3):
+        gc.collect()
+        estimator.train(lambda: np.ones(1, np.float32), [Counting()])
+    assert found[1:] == found[:1] * 2
 
 
 def test_the_loss_that_is_trained_may_be_another_than_the_loss_that_is_reported():

@@ -29,7 +29,7 @@ from strategies.exchange.choice import (
     asked_exchange,
     choose_exchange,
 )
-from strategies.jax.replicas.accelerators import exchange_of, expected_platform, machine_of
+from strategies.jax.replicas.devices import exchange_of, expected_platform, machine_of
 
 A, B, C = (InstanceFacts("gpu", f"GPU-{name}", "host one") for name in "abc")
 PROCESSOR = InstanceFacts("cpu", "", "host one", has_nccl=False)
@@ -70,7 +70,7 @@ FOUND = {
 def test_the_automatic_choice_follows_from_the_facts(case):
     facts, word, is_on_device, reason = FOUND[case]
     chosen = choose_exchange(facts, "auto")
-    assert (chosen.word, chosen.is_on_device, chosen.connects) == (word, is_on_device, word == "compiled")
+    assert (chosen.path_name, chosen.is_on_device, chosen.connects) == (word, is_on_device, word == "compiled")
     assert re.search(reason, chosen.reason)
 
 
@@ -94,7 +94,7 @@ ASKED = {
 def test_a_forced_exchange_is_taken_if_it_can_work(case):
     asked, facts, word, is_on_device = ASKED[case]
     chosen = choose_exchange(facts, asked)
-    assert (chosen.word, chosen.is_on_device) == (word, is_on_device)
+    assert (chosen.path_name, chosen.is_on_device) == (word, is_on_device)
     assert chosen.connects == (word == "compiled" and facts[0].can_connect)
 
 
@@ -200,7 +200,7 @@ def test_instances_send_their_facts_once(platform, gpu, word):
         return exchange_of(membership, platform, False, gpu), communicator.calls_made
 
     [(chosen, calls), other] = run_on_threads(2, one)
-    assert (chosen.word, chosen.is_on_device, calls) == (word, True, 1)
+    assert (chosen.path_name, chosen.is_on_device, calls) == (word, True, 1)
     assert other == (chosen, calls)
 
 
@@ -210,7 +210,7 @@ def test_survivors_choose_again(monkeypatch, instances, then):
 
     def function(strategy):
         replicas = strategy.replicas
-        words = [replicas.exchange.word]
+        words = [replicas.exchange.path_name]
 
         def attempt():
             if replicas.first_index == 1:
@@ -218,7 +218,7 @@ def test_survivors_choose_again(monkeypatch, instances, then):
             return strategy.reduce("sum", strategy.per_replica(np.int32)).item()
 
         total = surviving(replicas, attempt, lambda: None)
-        return total, [*words, replicas.exchange.word]
+        return total, [*words, replicas.exchange.path_name]
 
     found = run_instances(instances, 6, function)
     assert found.pop(1) is None
@@ -229,25 +229,26 @@ def test_the_choice_is_in_the_timeline():
     recorder = Recorder(RingBuffer(1 << 10))
     on_device = Defaults(exchange="compiled")
     strategy = strategies.IPUStrategy(2, attached=[recorder], defaults=on_device)
-    assert strategy.replicas.exchange.word == "local"
+    assert strategy.replicas.exchange.path_name == "local"
     assert {"name": "exchange local"} in recorder.take_new_names().values()
 
 
 def test_options_that_need_the_host_are_refused_if_the_environment_forces_a_device(monkeypatch):
     monkeypatch.setenv("POPDIST_EXCHANGE", "compiled")
     strategy = strategies.IPUStrategy(2)
+    pipeline = strategies.Pipelining([0, 0])
     trainer = strategies.Trainer(
-        strategy, lambda v, b, k: (v * b["x"]).mean(), optax.sgd(0.1), gradient_transfer_dtype="int8"
+        strategy, lambda v, b, k: (v * b["x"]).mean(), optax.sgd(0.1), pipeline=pipeline, gradient_accumulation_count=1
     )
     with pytest.raises(
-        ValueError, match="the exchange 'compiled' keeps gradients on the device, but gradients travel as int8"
+        ValueError, match="the exchange 'compiled' keeps gradients on the device, but replicas are pipelines"
     ):
         trainer.step(trainer.init(jnp.ones(300)), {"x": np.ones((2, 300), np.float32)})
 
 
 def test_jax_on_the_cpu_counts_as_cpu_before_it_starts(in_new_process):
     program = (
-        "from strategies.jax.replicas.accelerators import expected_platform as e\n"
+        "from strategies.jax.replicas.devices import expected_platform as e\n"
         "from strategies.jax.programs.xla_pitfalls import jax_has_started as s\n"
         "print(e(), s())"
     )

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from strategies.jax.feeds.feed_elements import DTYPES, ElementSpec, check_declared
+from strategies.jax.feeds.infeed import DTYPES, ElementSpec, check_declared
 
 PAIR = (np.zeros((2, 3), np.float32), np.int32(1))
 

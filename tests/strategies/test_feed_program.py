@@ -5,9 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from strategies.data.replication import Replication, is_in_program
-from strategies.jax.programs.feed_program import CHUNK, FAILED, FeedProgram, current_program, next_token, tracing
-from strategies.jax.programs.host_calls import PIECE_BYTES
+from strategies.data.layout import Replication, is_in_program
+from strategies.jax.programs.feed_program import (
+    COLLECTED_BYTES,
+    FAILED,
+    FeedProgram,
+    current_program,
+    next_token,
+    tracing,
+)
 
 ONE = Replication(range(1), 1)
 SCALAR = [jax.ShapeDtypeStruct((), np.float32)]
@@ -158,8 +164,8 @@ class TestCollecting:
 
     @pytest.mark.parametrize(("more", "wanted"), [(0, 1), (1, 0)])
     def test_collecting_is_limited_to_small_values_in_total(self, more, wanted):
-        """The values that leave in one call must fit one piece of JAX's transfer."""
-        half = PIECE_BYTES // CHUNK // 2
+        """Larger values leave at once, because a loop would copy them once more."""
+        half = COLLECTED_BYTES // 2
 
         def body(p):
             with p.collecting() as collected:

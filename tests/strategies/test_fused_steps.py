@@ -7,19 +7,18 @@ import optax
 import pytest
 
 import strategies
-from strategies.exchange.transfer import GradientTransfer
-from strategies.jax.fused_steps import FusedSteps
-from strategies.jax.gradients.arguments import Trainable
-from strategies.jax.gradients.model_state import ModelStateRule
+from strategies.exchange.flat import GradientTransfer
+from strategies.jax.fused_steps import FusedSteps, probe_of
+from strategies.jax.gradients.computation import Trainable
+from strategies.jax.gradients.model_state import ModelStateRule, control_words
 from strategies.jax.gradients.replica_program import (
     Accumulation,
     Precision,
     ReplicaProgram,
     ReplicaShapes,
 )
-from strategies.jax.gradients.tail import control_words
 from strategies.jax.updates.update import UpdateSettings, WholeStateUpdate
-from strategies.train_state import TrainState
+from strategies.values import TrainState
 
 BATCHES = [{"x": np.float32([[number, 1], [2, -number]])} for number in (1, 4, 2)]
 SEED, FIRST_STEP = 3, 5
@@ -156,3 +155,43 @@ def test_programs_that_call_python_are_recognised_without_running(alone, loss, w
     steps = Steps(alone, loss)
     assert steps.fused.has_effects(steps.state(variables), BATCHES) is wanted
     assert not variables["w"].is_deleted()
+
+
+# ---- values to compare two programs
+
+
+ZEROS = {"w": jnp.zeros((100, 50)), "h": jnp.zeros(400, jnp.bfloat16), "s": jnp.zeros(())}
+
+
+def redrawn(seed, batch=None):
+    """Return the variables and the batch with which programs are compared."""
+    state, rows = probe_of(TrainState(ZEROS, None, 0), batch, seed)
+    return state.variables, rows
+
+
+def test_drawn_variables_have_the_given_shapes_and_are_nonzero(seed):
+    found, _ = redrawn(seed)
+    for name, leaf in found.items():
+        assert (leaf.shape, leaf.dtype) == (ZEROS[name].shape, ZEROS[name].dtype)
+        assert leaf.sharding == ZEROS[name].sharding
+        assert np.asarray(leaf).all()
+
+
+def test_outputs_of_a_layer_have_about_unit_variance(seed):
+    found = redrawn(seed)[0]["w"]
+    assert 0.5 < 100 * float(jnp.var(found)) < 2
+
+
+def test_the_same_seed_draws_the_same():
+    one, again, other = (np.asarray(redrawn(seed)[0]["w"]) for seed in (3, 3, 4))
+    assert (one == again).all()
+    assert not (one == other).any()
+
+
+def test_numbers_of_a_batch_are_redrawn_and_labels_stay(seed):
+    batch = {"x": np.zeros((6, 2), np.float32), "y": jnp.zeros(6, jnp.bfloat16), "label": np.arange(6)}
+    _, found = redrawn(seed, batch)
+    assert found["label"] is batch["label"]
+    assert (found["x"].dtype, found["x"].shape, type(found["x"])) == (np.float32, (6, 2), np.ndarray)
+    assert (found["y"].dtype, found["y"].sharding) == (jnp.bfloat16, batch["y"].sharding)
+    assert found["x"].all()

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from strategies.exchange.fusion import fusion_groups
+from strategies.exchange.flat import fusion_groups
 
 FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 

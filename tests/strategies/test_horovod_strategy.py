@@ -112,10 +112,8 @@ class TestTraining:
         for place, leaf in program.named_leaves(alone(instances * local, model)):
             np.testing.assert_allclose(arrays[f"{model}{place}"], leaf, rtol=0, atol=TOLERANCE, err_msg=place)
 
-    def test_gradients_are_streamed_if_variables_are_on_the_host(self, found, variables, model):
-        is_streamed = variables == "on_host" and model == "mlp"  # the other model is too small
-        assert {report["calls"] > 1 for report in found} == {is_streamed}
-        assert is_streamed or {report["calls"] for report in found} == {1}
+    def test_all_gradients_travel_in_one_call(self, found):
+        assert {report["calls"] for report in found} == {1}
 
 
 @pytest.mark.complete

@@ -6,16 +6,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from strategies.jax.programs.host_calls import PIECE_BYTES, SMALL_BYTES, call_host, calls_host
+from strategies.jax.programs.feed_program import call_host, calls_host
+
+SMALL_BYTES, LARGE_BYTES = 1024, 64 * 1024
 
 ARGUMENTS = {
     "nothing": (),
     "scalars": (np.float32(1.5), np.int32(-2), np.uint32(1 << 31)),
     "other dtypes": (np.array([True, False]), np.arange(3).astype(ml_dtypes.bfloat16), np.int8(-1)),
     "no elements": (np.zeros((0, 3), np.float32), np.float32(4)),
-    "pieces": (np.arange(PIECE_BYTES // 2 + 3, dtype=np.float32).reshape(-1, 1), np.float32(7)),
+    "large": (np.arange(LARGE_BYTES // 2 + 3, dtype=np.float32).reshape(-1, 1), np.float32(7)),
     "around the limits": tuple(
-        np.full(nbytes // 4 + extra, nbytes, np.float32) for nbytes in (SMALL_BYTES, PIECE_BYTES) for extra in (0, 1)
+        np.full(nbytes // 4 + extra, nbytes, np.float32) for nbytes in (SMALL_BYTES, LARGE_BYTES) for extra in (0, 1)
     ),
 }
 
@@ -76,8 +78,6 @@ def test_derivatives_of_values_passed_to_python_are_refused(size):
         return call_host(lambda x: x.sum(), shape, [x])
 
     x = jnp.ones(size)
-    with pytest.raises(
-        (TypeError, ValueError), match="a call of Python has no derivative|callbacks do not support JVP"
-    ):
+    with pytest.raises(TypeError, match="a call of Python has no derivative"):
         jax.grad(of_call)(x)
     assert jax.jit(jax.grad(lambda x: of_call(jax.lax.stop_gradient(x)) * x.sum()))(x).tolist() == [size] * size

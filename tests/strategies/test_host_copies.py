@@ -22,7 +22,7 @@ from collectives.errors import CudaError
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.host_copies import HostCopies, Source
 from strategies.exchange.means import Bucket, Means
-from strategies.jax.gradients.copies import GradientCopies
+from strategies.jax.gradients.gradient_copies import GradientCopies
 from strategies.jax.replicas.devices import ReplicaDevices
 
 ELEMENTS = 300_001
@@ -122,7 +122,7 @@ def test_two_instances_add_arriving_gradients_and_send_the_means_back(tmp_path: 
     def on_rank(communicator: Communicator) -> list[bytes]:
         device = CudaDevice(0, Driver(FakeLibrary(tmp_path), CPU))
         bucket = Bucket.of("all", layout, communicator.allocate, {}, {})
-        copies, means = GradientCopies(device, [bucket]), Means(communicator, 2, None)
+        copies, means = GradientCopies(device, [bucket]), Means(communicator)
         random = np.random.default_rng(communicator.rank)
         given = [[random.standard_normal(buffer.size).astype(np.float32)] for buffer in layout.buffers]
         means.reduce(bucket, given)

@@ -16,7 +16,7 @@ from feed_data import Increasing, feed_threads
 
 import strategies
 from strategies import EndOfDataError, FeedError, InfeedMode, InfeedQueue, OutfeedQueue, get_replica_context, loops
-from strategies.data.replication import Replication
+from strategies.data.layout import Replication
 
 ONES = np.ones((4, 4), np.float32)
 LIMIT_S = 60

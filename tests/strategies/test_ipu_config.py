@@ -239,7 +239,6 @@ class TestDefaults:
     def test_an_explicit_recompute_of_a_pipeline_wins(self, configure):
         configure(allow_recompute=True)
         assert not strategies.Pipelining([0, 1], recompute=False).recomputes
-        assert not strategies.Pipelining([0, 1], schedule="auto").recomputes
         configure(allow_recompute=False)
         assert strategies.Pipelining([0, 1], recompute=True).recomputes
 
@@ -257,7 +256,7 @@ class TestDefaults:
         if allowed is not None:
             configure(allow_recompute=allowed)
         made = pipeline([lambda v, x: x, lambda v, x: x], 4, inputs=[1.0], recomputation_mode=mode)
-        assert made._pipelining.recomputes is expected
+        assert made.options["pipeline"].recomputes is expected
         assert len(caplog.messages) == (allowed is False)
 
     def test_an_invalid_recomputation_mode_is_refused_even_without_recomputation(self, configure):

@@ -12,29 +12,34 @@ import strategies
 import strategies.trees as trees
 from strategies.core.journal import BecameSpareError, InstanceProgress, Journal, Recorded
 from strategies.errors import SpareError
-from strategies.jax.replicas.entry_nodes import TreeNodes
+from strategies.jax.replicas.sharding import TreeNodes
 from strategies.placeholders import (
     ENTRY_LIMIT,
     Placeholder,
-    blank,
+    fill,
     packed,
+    placeholders_like,
     read,
-    resolve,
     unpacked,
-    unread,
+    zeros_for_placeholders,
 )
 
 
 class Member:
     """A membership with a list of entries: an active instance adds to it, a spare reads it."""
 
-    keeps_journal = True
-
-    def __init__(self, entries=None):
-        self.is_spare = entries is not None
+    def __init__(self, entries=None, keeps=True):
+        self.waits = entries is not None
+        self.keeps = keeps
         self.entries = list(entries or ())
         self.changes = False
         self.begins_after = []
+
+    def is_spare(self):
+        return self.waits
+
+    def keeps_journal(self):
+        return self.keeps
 
     def may_change(self, is_so, was_so=False):
         self.changes = is_so
@@ -117,11 +122,10 @@ class TestRecords:
         assert len(member.entries) == 1
 
     def test_without_spares_nothing_is_kept(self):
-        member = Member()
-        member.keeps_journal = False
+        member = Member(keeps=False)
         journal, progress = journal_of(member)
         assert journal.perform(number(), lambda: 3) == 3
-        journal.refuse("prediction")
+        journal.begin_unrepeatable("prediction")
         journal.flush()
         assert (member.entries, progress.entries) == ([], 0)
 
@@ -168,12 +172,12 @@ class TestSparesThatCannotFollow:
     def test_an_operation_without_results_is_refused_when_the_others_have_gone_on(self):
         member = Member()
         active, _ = journal_of(member)
-        active.refuse("prediction")
+        active.begin_unrepeatable("prediction")
         assert member.entries == []
         active.perform(number(), lambda: 1)
         journal, _ = journal_of(Member(member.entries))
         with pytest.raises(SpareError, match="cannot replay 'prediction'"):
-            journal.refuse("prediction")
+            journal.begin_unrepeatable("prediction")
 
     def test_no_spare_joins_in_an_operation_that_cannot_be_repeated(self):
         journal, _ = journal_of(Member([]))
@@ -188,7 +192,7 @@ class TestChangesOfRole:
 
         def join():
             assert journal.is_joining
-            member.is_spare = journal.is_joining = False
+            member.waits = journal.is_joining = False
             return 6
 
         assert [journal.perform(number(), join) for _ in range(2)] == [5, 6]
@@ -200,7 +204,7 @@ class TestChangesOfRole:
         journal, _ = journal_of(member)
 
         def leave():
-            member.is_spare, member.entries = True, recorded(lambda: 9)
+            member.waits, member.entries = True, recorded(lambda: 9)
             raise BecameSpareError
 
         assert journal.perform(number(), leave) == 9
@@ -213,7 +217,7 @@ class TestPlaceholders:
         def wait():
             raise SpareError("no values yet")
 
-        return unread(tree, wait)
+        return placeholders_like(tree, wait)
 
     def test_placeholders_have_shapes_and_dtypes(self):
         found = self.waiting(self.TREE)
@@ -248,9 +252,9 @@ class TestPlaceholders:
 
     def test_placeholders_get_the_values_of_an_active_instance(self):
         found = self.waiting(self.TREE)
-        assert blank(found)["w"].tolist() == [[0, 0, 0]] * 2
-        resolve(found, self.TREE)
-        assert read(found)["w"] is self.TREE["w"] is blank(found)["w"]
+        assert zeros_for_placeholders(found)["w"].tolist() == [[0, 0, 0]] * 2
+        fill(found, self.TREE)
+        assert read(found)["w"] is self.TREE["w"] is zeros_for_placeholders(found)["w"]
         assert (found["w"] + 1).tolist() == [[1, 2, 3], [4, 5, 6]]
 
     def test_one_of_an_earlier_moment_never_gets_values(self):
@@ -294,7 +298,7 @@ def test_a_worker_joins_only_between_operations_that_can_both_be_repeated():
     journal, _ = journal_of(member)
     for survives in (True, True, False, True, True):
         journal.perform(number(), lambda: 1, survives=survives)
-    journal.refuse("prediction")
+    journal.begin_unrepeatable("prediction")
     for _ in range(2):
         journal.perform(number(), lambda: 1)
     assert member.begins_after == [False, True, False, True, False, True]

@@ -80,7 +80,7 @@ def test_numbers_out_of_range_are_refused(options, error):
 # ---- what training changes, as JAX sees it
 
 
-STATE = TrainState({"w": np.ones(2)}, (np.zeros(1),), 7, LossScaling(8.0).start(), [np.ones(3)])
+STATE = TrainState({"w": np.ones(2)}, (np.zeros(1),), 7, LossScaling(8.0).start(), model_state=[np.ones(3)])
 
 
 def test_a_training_state_is_a_tree_of_arrays_without_the_step():
@@ -89,6 +89,6 @@ def test_a_training_state_is_a_tree_of_arrays_without_the_step():
     assert (doubled.step, doubled.variables["w"].tolist(), float(doubled.loss_scale.scale)) == (7, [2, 2], 16)
 
 
-def test_a_training_state_has_no_scale_or_residuals_by_default():
+def test_a_training_state_has_no_scale_or_model_state_by_default():
     plain = TrainState({}, (), 0)
-    assert (plain.loss_scale, plain.residuals) == (None, None)
+    assert (plain.loss_scale, plain.model_state) == (None, None)

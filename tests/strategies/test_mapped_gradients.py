@@ -1,5 +1,7 @@
 """A function of each micro-batch's gradients, applied before any addition."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,6 +128,23 @@ def test_a_pipeline_maps_each_micro_batch(schedule):
     assert found == of_stages(None)
     wanted = [np.clip(SLOPES * factor, -1, 1).sum() / 2 for factor in (0.5, 2)]
     assert found == {"a": 2 - wanted[0], "b": 0.5 - wanted[1]}
+
+
+@pytest.mark.parametrize("pipeline", [None, Pipelining([0, 1], "grouped")])
+def test_a_changed_value_that_only_the_function_reads_is_refused(pipeline):
+    settings = SimpleNamespace(scale=1.0)
+    trainer = strategies.Trainer(
+        strategies.IPUStrategy(2, ipus_per_replica=2),
+        staged,
+        optax.sgd(1.0),
+        gradient_accumulation_count=4,
+        map_gradient=lambda gradient, variable: gradient * settings.scale,
+        pipeline=pipeline,
+    )
+    state, _ = trainer.step(trainer.init({"a": np.float32([2]), "b": np.float32([0.5])}), SLOPES[:, None])
+    settings.scale = 100.0
+    with pytest.raises(RuntimeError, match=r"reads settings.scale, .* has changed since"):
+        trainer.step(state, SLOPES[:, None])
 
 
 def test_a_variable_of_several_stages_is_refused_in_a_pipeline():

@@ -16,7 +16,7 @@ from collectives import (
     PeerLostError,
     ThreadHub,
 )
-from strategies.core.members import InstanceProgress
+from strategies.core.agreement import InstanceProgress
 from strategies.core.survival import meet, surviving
 
 REPLICAS = 6

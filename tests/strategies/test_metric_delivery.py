@@ -8,10 +8,9 @@ import threading
 import pytest
 
 from strategies.sinks import sinks as delivery_module
-from strategies.sinks.csv_file import CsvFile
-from strategies.sinks.json_lines import JsonLines
-from strategies.sinks.sink import Row, Sink
-from strategies.sinks.sinks import AGAIN_AT_MOST_S, AGAIN_S, JobFacts, SinkDelivery, Sinks
+from strategies.sinks.files import CsvFile, JsonLines
+from strategies.sinks.sink import JobFacts, Row, Sink
+from strategies.sinks.sinks import AGAIN_AT_MOST_S, AGAIN_S, SinkDelivery, Sinks
 
 GUARD_S = 60.0
 

@@ -9,8 +9,7 @@ import signal
 import numpy as np
 import pytest
 
-from strategies.sinks.csv_file import CsvFile
-from strategies.sinks.json_lines import JsonLines
+from strategies.sinks.files import CsvFile, JsonLines
 from strategies.sinks.sink import Row, reading_of
 
 KINDS = [CsvFile, JsonLines]

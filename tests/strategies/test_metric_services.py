@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 
 from popdist.records.watched import Waits
-from strategies.sinks.prometheus import MOST_CLIENTS, Prometheus
-from strategies.sinks.sink import Row, reading_of
-from strategies.sinks.sinks import JobFacts
-from strategies.sinks.tensorboard import TensorBoard
+from strategies.sinks.services import MOST_CLIENTS, Prometheus, TensorBoard
+from strategies.sinks.sink import JobFacts, Row, reading_of
 
 LIMIT_S = 60
 
@@ -74,7 +72,7 @@ class TestTensorBoard:
     @pytest.mark.complete
     def test_event_files_are_written_without_tensorflow_and_other_heavy_packages(self, tmp_path):
         program = (
-            "import sys; from pathlib import Path; from strategies.sinks.tensorboard import TensorBoard\n"
+            "import sys; from pathlib import Path; from strategies.sinks.services import TensorBoard\n"
             "from strategies.sinks.sink import Row\n"
             "before = set(sys.modules); sink = TensorBoard(Path(sys.argv[1])); sink.open(False)\n"
             "sink.write([Row(1, lambda: {'loss': 0.5})]); sink.close()\n"
@@ -187,7 +185,7 @@ class TestPrometheus:
         assert capfd.readouterr() == ("", "")
 
     def test_clients_that_read_no_answer_do_not_shut_out_others(self, monkeypatch):
-        monkeypatch.setattr("strategies.sinks.prometheus.MOST_CLIENTS", 2)
+        monkeypatch.setattr("strategies.sinks.services.MOST_CLIENTS", 2)
         sink = Prometheus("127.0.0.1", 0, JobFacts(), client_limit_s=LIMIT_S)
         sink.open(goes_on=False)
         sink.write([said(1, **{f"{number:0300}": 0.5 for number in range(30_000)})])  # more than sockets hold
@@ -243,7 +241,7 @@ class TestMLflow:
     def test_numbers_are_in_one_run_of_instances_and_restarts_of_a_job(self, store):
         from mlflow import MlflowClient
 
-        from strategies.sinks.mlflow_run import MlflowRun
+        from strategies.sinks.services import MlflowRun
 
         for run, steps in (("job-1", (1, 2)), ("job-1", (3,)), ("", (1,))):
             sink = MlflowRun(store, "mine", run)
@@ -264,7 +262,7 @@ class TestMLflow:
     def test_norms_of_all_layers_and_of_each_layer_are_written(self, store):
         from mlflow import MlflowClient
 
-        from strategies.sinks.mlflow_run import MlflowRun
+        from strategies.sinks.services import MlflowRun
 
         sink = MlflowRun(store, "", "x")
         sink.open(goes_on=False)
@@ -278,7 +276,7 @@ class TestMLflow:
     def test_many_rows_are_written_in_batches(self, store):
         from mlflow import MlflowClient
 
-        from strategies.sinks.mlflow_run import MlflowRun
+        from strategies.sinks.services import MlflowRun
 
         sink = MlflowRun(store, "", "x")
         sink.open(goes_on=False)
@@ -292,7 +290,7 @@ class TestMLflow:
 class TestWandb:
     def test_an_offline_run_has_the_numbers(self, tmp_path, monkeypatch):
         wandb = pytest.importorskip("wandb", reason="Weights & Biases is not installed")
-        from strategies.sinks.wandb_run import WandbRun
+        from strategies.sinks.services import WandbRun
 
         monkeypatch.setenv("WANDB_MODE", "offline")
         monkeypatch.setenv("WANDB_DIR", str(tmp_path))

@@ -203,7 +203,8 @@ def test_norms_and_histograms_go_on_with_the_same_bits_when_the_first_instance_i
 
     def train(strategy, path):
         dataset = strategy.distribute_dataset(ROWS_OF_MANY, batch_size=2, seed=1)
-        trainer = Trainer(strategy, loss_fn, optax.adam(optax.linear_schedule(0.1, 0.0, 9)), **options)
+        optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(0.1, 0.0, 9))
+        trainer = Trainer(strategy, loss_fn, optimizer, **options)
         state = trainer.init(np.ones(3, np.float32))
         sinks = strategies.metrics.open(f"csv:{path}", strategy=strategy, norms_every=1, histograms_every=2)
         try:
@@ -255,11 +256,11 @@ def test_rows_of_a_second_trainer_in_the_same_sinks_are_reported_once(caplog):
     with delivery_module.Sinks([Kept()], delivery_module.JobFacts()) as sinks:
         for step in (7, 8, 9):
             assert not caplog.messages
-            sinks.tell(step, dict, 1)
+            sinks.add_step(step, dict, 1)
             sinks.log({"mine": 1}, step=1)
     with delivery_module.Sinks([Kept()], delivery_module.JobFacts()) as sinks:
         for step in (8, 8, 9, 9):
-            sinks.tell(step, dict, 1)
+            sinks.add_step(step, dict, 1)
     assert [message for message in caplog.messages if message.startswith(told)] == caplog.messages
     assert len(caplog.messages) == 1
 
@@ -381,8 +382,8 @@ def test_prometheus_answers_during_a_training(caplog):
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
     from prometheus_client.parser import text_string_to_metric_families
 
-    from strategies.sinks.prometheus import Prometheus
-    from strategies.sinks.sinks import JobFacts
+    from strategies.sinks.services import Prometheus
+    from strategies.sinks.sink import JobFacts
 
     asked = []
 

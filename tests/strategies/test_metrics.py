@@ -9,7 +9,7 @@ import collectives
 from collectives.instruments import Instruments
 from popdist.instance import Instance
 from strategies import Metrics
-from strategies.core.metrics import StepNotice, tell_end
+from strategies.core.metrics import StepNotice, report_step
 from strategies.trees import rows_of
 
 
@@ -52,7 +52,7 @@ def counted(means, **more):
     single = collectives.connect("single", collectives.Settings(progress=Instruments(counter)))
     replicas = ConnectedStrategy(Instance(0, 1, 2, 0, 2, 0), single).replicas
     metrics, batch = Metrics(("loss",), means), {"x": np.zeros((4, 8)), "n": 3}
-    tell_end(replicas, replicas.instruments, lambda: rows_of(batch), 2, metrics, 5, **more)
+    report_step(replicas, replicas.instruments, lambda: rows_of(batch), 2, metrics, 5, **more)
     ((steps, rows, loss),) = counter.seen
     return steps, rows, loss()
 

@@ -149,7 +149,7 @@ def test_a_skipped_step_leaves_the_model_state_alone():
 
 
 @pytest.mark.complete
-def test_streamed_gradients_have_the_same_bits_beside_a_model_state(on_instances):
+def test_large_gradients_have_the_same_bits_beside_a_model_state(on_instances):
     """Means of the model state travel with the gradients of the same bucket."""
     large = {"w": np.linspace(-1, 1, 3 * 400_000, dtype=np.float32).reshape(3, -1), "scale": np.ones(3, np.float32)}
 
@@ -342,10 +342,6 @@ class TestRefusals:
         with pytest.raises(ValueError, match=what):
             self.trainer(model_state_aggregation={**AGGREGATION, name: word}).init(VARIABLES, MODEL_STATE)
 
-    def test_gradients_as_int8(self):
-        with pytest.raises(ValueError, match="is int8, but means of a model state"):
-            self.trainer(gradient_transfer_dtype="int8").init(VARIABLES, MODEL_STATE)
-
     def test_leaves_that_are_no_arrays(self):
         with pytest.raises(TypeError, match=r"leaf \['mean'\] of the model state is of type str"):
             self.trainer().init(VARIABLES, {"mean": "0"})
@@ -355,7 +351,7 @@ def test_one_aggregation_can_stand_for_a_tree():
     rule = ModelStateRule.of(
         {"a": {"b": np.float32(0), "c": np.int8(0)}, "d": np.float32(0)}, {"a": "first", "d": None}
     )
-    assert dict(zip(rule.names, rule.words, strict=True)) == {
+    assert dict(zip(rule.names, rule.reductions, strict=True)) == {
         "['a']['b']": "first",
         "['a']['c']": "first",
         "['d']": "mean",

@@ -9,7 +9,7 @@ from optax import contrib
 from tiers import only
 
 import strategies
-from strategies.jax.updates.optimizers import AS_WRITTEN, Known, OptaxOptimizer
+from strategies.jax.updates.optimizers import AS_WRITTEN, OptaxOptimizer, StepFacts
 
 VARIABLES = {"b": np.float32([0.25, -1, 0.5]), "w": np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)}
 STEPS = [(np.float32(2), 0.5), (np.float32(1.9), 0.25), (np.float32(2.5), 1.0)]  # losses, factors of gradients
@@ -118,7 +118,7 @@ def by_us(optimizer, variables):
     ours = OptaxOptimizer(optimizer)
     state = ours.init(variables)
     for loss, factor in STEPS:
-        known = Known(jnp.float32(1), jnp.asarray(loss))
+        known = StepFacts(jnp.float32(1), jnp.asarray(loss))
         variables, state = ours.apply(gradients_like(variables, factor), state, variables, known, AS_WRITTEN)
     return variables
 
@@ -148,7 +148,7 @@ def test_lookahead_gets_the_gradients_of_its_fast_variables():
     variables = optax.LookaheadParams.init_synced({"w": jnp.zeros(3)})
     ours = OptaxOptimizer(optax.lookahead(optax.sgd(0.5), 2, 0.5))
     gradients = optax.LookaheadParams({"w": jnp.ones(3)}, {"w": jnp.zeros(3)})
-    known = Known(jnp.float32(1), jnp.float32(1))
+    known = StepFacts(jnp.float32(1), jnp.float32(1))
     state = ours.init(variables)
     for _ in range(2):
         variables, state = ours.apply(gradients, state, variables, known, AS_WRITTEN)

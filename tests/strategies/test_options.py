@@ -89,13 +89,12 @@ def test_a_dtype_has_one_name(dtype, name):
     [
         ({}, None),
         ({"gradient_transfer_dtype": "bfloat16"}, None),
-        ({"gradient_transfer_dtype": "int8"}, "residuals of int8 gradients"),
         ({"replicated_optimizer_state_sharding": True}, "sharded optimizer state"),
     ],
     ids=str,
 )
 def test_the_part_that_only_one_instance_has_is_named(options_class, options, part):
-    assert options_class(**options).own_part == part
+    assert options_class(**options).unrecoverable_part == part
 
 
 def test_sharded_state_is_offloaded():

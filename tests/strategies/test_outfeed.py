@@ -12,7 +12,7 @@ from feed_data import Increasing
 
 import strategies
 from strategies import FeedError, InfeedQueue, OutfeedMode, OutfeedQueue, get_replica_context, loops
-from strategies.data.replication import Replication
+from strategies.data.layout import Replication
 
 LIMIT_S = 60
 

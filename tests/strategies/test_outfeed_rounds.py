@@ -8,7 +8,7 @@ import pytest
 
 import strategies
 from strategies import EndOfDataError, FeedError, InfeedQueue, OutfeedMode, OutfeedQueue, get_replica_context, loops
-from strategies.jax.feeds.outfeed_rounds import AllRounds, LastRound
+from strategies.jax.feeds.outfeed import AllRounds, LastRound
 
 MODES = list(OutfeedMode)
 

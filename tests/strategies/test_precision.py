@@ -9,9 +9,8 @@ from tiers import first_of
 
 import strategies
 from strategies import LossScaling, Trainer, cross_replica_ops
-from strategies.jax.gradients.tail import control_words
-from strategies.jax.updates.arithmetic import round_stochastically
-from strategies.jax.updates.update import UpdateSettings, WholeStateUpdate
+from strategies.jax.gradients.model_state import control_words
+from strategies.jax.updates.update import UpdateSettings, WholeStateUpdate, round_stochastically
 
 RNG = np.random.default_rng(3)
 INPUTS = RNG.standard_normal((32, 5)).astype(np.float32)
@@ -68,7 +67,7 @@ def test_a_trainer_computes_in_low_precision_and_keeps_float32_variables(strateg
     "options",
     [
         {"compute_dtype": "float16", "loss_scaling": "dynamic"},
-        {"gradient_transfer_dtype": "int8", "loss_scaling": 64.0, "gradient_accumulation_count": 2},
+        {"gradient_transfer_dtype": "bfloat16", "loss_scaling": 64.0, "gradient_accumulation_count": 2},
         *(
             pytest.param(options, marks=pytest.mark.complete)
             for options in (
@@ -151,14 +150,7 @@ class TestTransfer:
         assert bits(-state.variables["w"][0, 0]) == bits(wanted)
         assert state.variables["w"].dtype == np.float32
 
-    def test_training_with_int8_approaches_that_with_float32(self, strategy):
-        exact, _ = trained(strategy, optimizer=optax.sgd(0.01), steps=60)
-        rough, _ = trained(strategy, optimizer=optax.sgd(0.01), steps=60, gradient_transfer_dtype="int8")
-        np.testing.assert_allclose(rough.variables["w"], exact.variables["w"], atol=2e-3)
-        assert strategies.fingerprint(rough.variables) != strategies.fingerprint(exact.variables)
-        assert [leaf.shape for leaf in rough.residuals] == [(4, 1), (20, 1)]
-
-    @pytest.mark.parametrize("dtype", ["float8", "int16", 8])
+    @pytest.mark.parametrize("dtype", ["float8", "int8", 8])
     def test_other_dtypes_are_refused(self, strategy, dtype):
         with pytest.raises(ValueError, match="gradient_transfer_dtype is"):
             Trainer(strategy, loss_fn, optax.sgd(0.1), gradient_transfer_dtype=dtype)

@@ -13,8 +13,8 @@ from profiling import call_profiled
 
 import strategies
 from strategies.exchange.flat import private_memory
-from strategies.jax.gradients.host_views import HostViews
-from strategies.jax.updates.in_place import in_place
+from strategies.jax.gradients.gradient_copies import HostViews
+from strategies.jax.updates.update import in_place
 
 PACKAGE = str(Path(strategies.__file__).parent)
 MOST_CALLS = 150
@@ -74,7 +74,7 @@ def test_a_prepared_step_makes_no_plan_and_reads_the_same_memory(on_instances):
             state, _ = trainer.step(state, {"x": jnp.ones((4, 3), jnp.float32)})
             (step,) = trainer._programs._steps.values()
             [bucket] = step.gradients.buckets
-            seen.append([id(step), id(bucket.names), *(id(mean) for mean in jax.tree.leaves(step.arrived_means))])
+            seen.append([id(step), id(bucket.names), *(id(mean) for mean in jax.tree.leaves(step.update_means))])
         return seen
 
     for seen in on_instances(2, 2, kept):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from strategies.jax.programs.program import DeviceProgram, compiler_options, jit
+from strategies.jax.programs.compilation import DeviceProgram, compiler_options, jit
 
 DEVICE = jax.local_devices()[0]
 

@@ -327,8 +327,8 @@ def test_an_operation_that_a_spare_cannot_replay_raises_one_clear_error(name):
 def test_a_spare_whose_copy_has_other_bits_is_refused(monkeypatch):
     from strategies.jax.engine import JaxEngine, flipped
 
-    resolve = JaxEngine.resolve
-    monkeypatch.setattr(JaxEngine, "resolve", lambda self, state, values: resolve(self, state, flipped(values)))
+    fill = JaxEngine.fill
+    monkeypatch.setattr(JaxEngine, "fill", lambda self, state, values: fill(self, state, flipped(values)))
     gives_up(train, [KILL], "the variables have other bits here than on rank 0")
 
 

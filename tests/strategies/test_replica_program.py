@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import strategies
-from strategies.exchange.transfer import GradientTransfer
-from strategies.jax.gradients.arguments import Trainable
-from strategies.jax.gradients.model_state import ModelStateRule
+from strategies.exchange.flat import GradientTransfer
+from strategies.jax.gradients.computation import Trainable
+from strategies.jax.gradients.model_state import LOSS_SCALE, NOTICE, STEP, ModelStateRule, control_words
 from strategies.jax.gradients.replica_program import (
     Accumulation,
     Precision,
@@ -16,7 +16,6 @@ from strategies.jax.gradients.replica_program import (
     ReplicaShapes,
     float_dtype,
 )
-from strategies.jax.gradients.tail import LOSS_SCALE, NOTICE, STEP, control_words
 
 REPLICAS = 4
 VARIABLES = {"b": np.float32(0.5), "w": np.float32([1, -2, 4])}
@@ -61,10 +60,10 @@ def program_of(
     )
 
 
-def run(program, replica=0, step=0, notice=False, scale=1.0, variables=VARIABLES, batch=BATCH, residuals=()):
+def run(program, replica=0, step=0, notice=False, scale=1.0, variables=VARIABLES, batch=BATCH):
     """Return the tail, and the rest of the replica's results."""
     words = control_words(step, notice, scale)
-    tail, *rest = jax.jit(program)(variables, batch, np.int32(replica), words, residuals)
+    tail, *rest = jax.jit(program)(variables, batch, np.int32(replica), words)
     return np.asarray(tail), rest
 
 
@@ -245,35 +244,6 @@ class TestTransferredGradients:
         assert [str(result.dtype) for result in program.results] == dtypes
         _, gradients = run(program, variables=variables)
         assert [shapes_of(leaf) for leaf in gradients] == program.results
-
-    def test_quantised_gradients_are_one_payload_and_residuals(self, strategy):
-        program = program_of(strategy, transfer="int8")
-        _, (payload, *lost) = run(program, residuals=[np.zeros(1, np.float32), np.zeros(3, np.float32)])
-        assert [shapes_of(payload)] == program.results
-        assert payload.shape == (program.quantised.payload_size,)
-        assert [leaf.shape for leaf in lost] == [(1,), (3,)]  # a scalar has a row per replica too
-        shifted = [np.float32([0.25]), np.float32([1, 2, 3])]
-        _, (payload, *_) = run(program, residuals=shifted)
-        exact, again = [2, *BATCH["x"].mean(0)], np.concatenate(shifted)
-        units = np.asarray(payload)[[0, 64, 65, 66]] * np.exp2(np.asarray(payload)[[128, 129, 129, 129]] - 127.0)
-        np.testing.assert_allclose(units, exact + again, atol=0.1)
-
-    def test_gradients_are_quantised_without_the_scale(self, strategy, bits):
-        residuals = [np.float32([0.01]), np.float32([0.01, 0.02, -0.03])]
-        program = program_of(strategy, transfer="int8", precision=TestTheLossScale.SCALED)
-        (_, one), (_, other) = (run(program, scale=scale, residuals=residuals) for scale in (1.0, 1024.0))
-        assert list(map(bits, one)) == list(map(bits, other))
-
-    @pytest.mark.parametrize("value", [np.nan, 1e38])
-    def test_flags_refer_to_gradients_before_quantisation(self, strategy, value):
-        """A payload of int8 is always finite."""
-        program = program_of(strategy, transfer="int8", precision=TestTheLossScale.SCALED, checks=True)
-        x = BATCH["x"].copy()
-        x[0, 1] = value
-        residuals = [np.zeros(1, np.float32), np.zeros(3, np.float32)]
-        tail, _ = run(program, 2, scale=2.0**10, batch=BATCH | {"x": x}, residuals=residuals)
-        assert tail[program.places.finite] == 1
-        assert np.argwhere(tail[-program.places.flags :].reshape(2, REPLICAS)).tolist() == [[1, 2]]
 
 
 class TestTheKey:

@@ -2,11 +2,11 @@
 
 import weakref
 
-from strategies.jax.programs.segments import Part, ProgramSegment, carry_out
+from strategies.jax.programs.jaxpr import ProgramSegment, carry_out
 
 
-def segment(takes=(), gives=(), inputs=(0,), parts=1):
-    return ProgramSegment(lambda *values: values, inputs, takes, gives, tuple(map(Part, range(parts))))
+def segment(takes=(), gives=(), inputs=(0,)):
+    return ProgramSegment(lambda *values: values, inputs, takes, gives, (0,))
 
 
 CHAIN = [segment(gives=(0, 1)), segment(takes=(1,), gives=(2,)), segment(takes=(0, 2), inputs=())]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from strategies.data.layout import Layout
-from strategies.data.sequential import from_iterable, from_shards, from_values
+from strategies.data.sources import from_iterable, from_shards, from_values
 
 
 class Once:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from strategies import Metrics
-from strategies.checkpoints.serialization import Packing, plain_metrics, plain_values
+from strategies.checkpoints.sealed_folders import Packing, plain_metrics, plain_values
 
 ARRAYS = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3),

@@ -14,7 +14,7 @@ import strategies
 from collectives import LayoutMismatchError, UnsupportedBufferError
 from collectives.tree import combined
 from strategies import PerReplica, get_replica_context
-from strategies.per_replica import dealt
+from strategies.values import as_per_replica
 
 LIMIT_S = 60
 
@@ -541,25 +541,25 @@ def test_per_replica_is_a_sequence_of_local_values():
 
 def test_trees_without_values_per_replica_are_dealt_unchanged():
     tree = {"a": 1, "b": (2, 3)}
-    assert dealt(tree, range(2)) is tree
+    assert as_per_replica(tree, range(2)) is tree
     whole = PerReplica((1, 2))
-    assert dealt(whole, range(2)) is whole
+    assert as_per_replica(whole, range(2)) is whole
 
 
 def test_every_replica_gets_a_whole_tree_with_its_own_value_in_it():
     tree = {"shared": 7, "own": (PerReplica((1, 2)), PerReplica(("x", "y")))}
-    found = dealt(tree, range(2))
+    found = as_per_replica(tree, range(2))
     assert list(found) == [{"shared": 7, "own": (1, "x")}, {"shared": 7, "own": (2, "y")}]
 
 
 @pytest.mark.parametrize("value", [PerReplica((1, 2, 3)), [0, PerReplica((1,))]])
 def test_another_number_of_values_is_refused(value):
     with pytest.raises(ValueError, match=r"has [13] values, but this instance has 2 replicas; make it with strategy"):
-        dealt(value, range(2))
+        as_per_replica(value, range(2))
 
 
 def test_values_of_other_replicas_are_refused():
     values = PerReplica((1, 2), range(2, 4))
-    assert list(dealt([values], range(2, 4))) == [[1], [2]]
+    assert list(as_per_replica([values], range(2, 4))) == [[1], [2]]
     with pytest.raises(ValueError, match=r"to the replicas \[2, 3\], but this instance has \[0, 1\]; make it with"):
-        dealt([values], range(2))
+        as_per_replica([values], range(2))

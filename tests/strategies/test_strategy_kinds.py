@@ -13,7 +13,7 @@ from surviving_instances import run_instances
 
 import strategies
 from strategies.core.survival import surviving
-from strategies.extended import StrategyExtended
+from strategies.strategy import StrategyExtended
 
 HEAD = "import json, pytest, numpy as np, popdist, strategies\n"
 

@@ -10,7 +10,7 @@ import popdist.tensorflow
 import strategies
 from popdist.switches import require_switches, require_switches_or_none
 from strategies import pipelining_ops
-from strategies.core.data_pass import DataPass
+from strategies.core.evaluation import DataPass
 
 ANYTHING_ELSE = ("yes", 1, 0.0, np.True_, [])
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import strategies
-from strategies.jax.gradients.arguments import Trainable
+from strategies.jax.gradients.computation import Trainable
 
 REPLICAS = 4
 VARIABLES = {
@@ -68,7 +68,7 @@ def test_a_tree_of_bools_is_equivalent_to_a_function():
     [
         {},
         {"replicated_optimizer_state_sharding": True, "min_elements_for_sharding": 1},
-        {"gradient_transfer_dtype": "int8"},
+        {"gradient_transfer_dtype": "bfloat16"},
         {"gradient_accumulation_count": 2, "check_numerics": True},
     ],
     ids=str,

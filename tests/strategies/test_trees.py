@@ -8,7 +8,7 @@ SAME = """
 import collections, json, sys
 import strategies.trees as trees
 from strategies.loss_scaling import LossScale
-from strategies.train_state import TrainState
+from strategies.values import TrainState
 
 Pair = collections.namedtuple("Pair", "first second")
 state = TrainState({"w": 1}, (2, None), step=3, loss_scale=LossScale(4, 5, 6), model_state=[7])
@@ -67,7 +67,7 @@ for count in (1, 3):
 DURING_THE_IMPORT = """
 import sys
 import strategies.trees as trees
-from strategies.train_state import TrainState
+from strategies.values import TrainState
 
 state = TrainState({"w": 1}, (2, 3), step=3)
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import strategies
-from strategies.jax.gradients.tail import control_words
+from strategies.jax.gradients.model_state import control_words
 from strategies.jax.updates.update import UpdateSettings, WholeStateUpdate
 
 VARIABLES = {"w": np.array([1.0, -2.0], np.float32), "b": np.float32(0.5)}

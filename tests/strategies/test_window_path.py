@@ -23,8 +23,7 @@ from collectives.errors import MappingError
 from collectives.instruments import Instruments
 from collectives.plans.spread import Spread
 from collectives.shared_memory.host_regions import HostMemory
-from strategies.exchange.window_layout import WindowLayout
-from strategies.exchange.window_path import WindowPath, windows_if_possible
+from strategies.exchange.window_path import WindowLayout, WindowPath, windows_if_possible
 
 PROGRAM = Path(__file__).parent / "programs" / "window_path_job.py"
 RANKS = 4

@@ -16,9 +16,9 @@ import strategies
 from strategies.jax.programs.xla_pitfalls import (
     THREADS_RESERVE_BYTES,
     behind,
+    check_no_float64,
     describe_lack,
     is_true,
-    refuse_float64,
     with_rounded_products,
 )
 
@@ -147,12 +147,12 @@ def test_parts_of_any_length_are_updated_as_the_whole(optimizer):
 @pytest.mark.parametrize("value", [np.float64(1), {"x": [np.zeros(2)]}])
 def test_float64_is_refused_anywhere_in_a_tree(value):
     with pytest.raises(TypeError, match="Unsupported data type for infeed: float64; convert it to float32"):
-        refuse_float64(value, "infeed")
+        check_no_float64(value, "infeed")
 
 
 @pytest.mark.parametrize("value", [1.0, np.float32(1), {"x": (jnp.ones(2), np.int64(3))}, None])
 def test_other_values_are_returned_unchanged(value):
-    assert refuse_float64(value) is value
+    assert check_no_float64(value) is value
 
 
 # ---- a value in a compiled program that waits for another one

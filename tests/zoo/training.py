@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import strategies
-from strategies.jax.replicas.shards import PartOfArray
+from strategies.jax.replicas.variables import PartOfArray
 from zoo.model import Model
 from zoo.optimizers import OPTIMIZERS
 

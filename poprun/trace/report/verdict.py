@@ -243,7 +243,7 @@ def _changes(
     hidden = min((each.share for each in overlap if each.share is not None), default=0.0)
     of_links = max(link.gain if link else 0.0, traffic.gain if traffic and traffic.usual else 0.0)
     exchange = max(everywhere(EXCHANGE) - of_links, 0.0) * (1 - hidden)
-    found.append(Change("exchange less often (gradient accumulation), or fewer bytes (16 bits, int8)", exchange))
+    found.append(Change("exchange less often (gradient accumulation), or fewer bytes (16 bits)", exchange))
     found.append(Change("write checkpoints less often", everywhere(CHECKPOINT)))
     found.append(Change("keep compiled programs (--executable-cache-path)", everywhere(COMPILE)))
     at = f", at {max(lines, key=len)}" if any(lines) else ""

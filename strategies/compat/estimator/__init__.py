@@ -3,13 +3,24 @@
 Semantics: the original's `ipu_estimator`, `ipu_pipeline_estimator` and `ipu_run_config`, and `tf.estimator`.
 """
 
-from strategies.compat.estimator.base import NanLossDuringTrainingError
-from strategies.compat.estimator.estimator import IPUEstimator
-from strategies.compat.estimator.pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
-from strategies.compat.estimator.run_config import EvalSpec, IPURunConfig, ModeKeys, RunConfig, TrainSpec
-from strategies.compat.estimator.spec import CrossReplicaOptimizer, EstimatorOptimizer, IPUEstimatorSpec
-from strategies.compat.estimator.train_and_evaluate import train_and_evaluate
-from strategies.compat.estimator.variables import get_global_step, get_random_key, get_variable
+from strategies.compat.estimator.estimators import IPUEstimator, IPUPipelineEstimator, train_and_evaluate
+from strategies.compat.estimator.model import NanLossDuringTrainingError
+from strategies.compat.estimator.spec import (
+    EvalSpec,
+    IPUEstimatorSpec,
+    IPUPipelineEstimatorSpec,
+    IPURunConfig,
+    ModeKeys,
+    RunConfig,
+    TrainSpec,
+)
+from strategies.compat.estimator.variables import (
+    CrossReplicaOptimizer,
+    EstimatorOptimizer,
+    get_global_step,
+    get_random_key,
+    get_variable,
+)
 
 __all__ = [
     "CrossReplicaOptimizer",

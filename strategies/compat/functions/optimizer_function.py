@@ -1,18 +1,31 @@
-"""The result of a pipeline's optimizer function, and stage options of the original's hardware."""
+"""The optimizer function of a pipeline: its result, stage options of the original's hardware, captured gradients.
+
+For each array that stages mark for capture, a handle of the same shape is trained along with the variables. Its value
+never changes, and its gradient is the gradient of the marked array. It is accumulated and averaged like all others, and
+the optimizer receives it as `captured_grads`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
-from strategies.argument_checks import wrong_type
+from strategies.argument_checks import check_optional, wrong_type
+from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.jax.feeds.outfeed import OutfeedQueue
-from strategies.jax.programs.gradient_capture import GradientCaptureContext
-from strategies.jax.updates.optimizers import MapGradientOptimizer, unwrapped
-from strategies.typing import Tree
+from strategies.jax.gradients.model_state import accumulator_dtypes
+from strategies.jax.programs.recomputation import GradientCaptureContext, with_handles
+from strategies.jax.replicas.variables import PartOfArray
+from strategies.jax.updates.optimizers import AnyOptimizer, MapGradientOptimizer, OptaxOptimizer, unwrapped
+from strategies.pipelines.running.arguments import get_current_iteration_counter
+from strategies.typing import AccumulationDtype, Function, OptimizerState, Tree, Variables
+from strategies.values import TrainState
 
 NO_VARIABLES = "No variables to optimize: the list of trained variables is empty; leave it out to train all variables"
 
@@ -56,12 +69,13 @@ class OptimizerFunctionOutput:
     captured_gradient_outfeed: OutfeedQueue | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(unwrapped(self.opt)[0], optax.GradientTransformation):
+        inner = unwrapped(self.opt)[0]
+        if not (hasattr(inner, "init") and hasattr(inner, "update")):  # also the wrappers of `ipu.optimizers`
             raise wrong_type("opt", self.opt, "use an optax gradient transformation")
         if not hasattr(self.loss, "dtype"):
             raise wrong_type("loss", self.loss, "it must be an array")
         for name in ("compute_gradients", "apply_gradients"):
-            self._check_arguments(name)
+            self._check_arguments(name, getattr(self, f"{name}_args"), getattr(self, f"{name}_kwargs"))
         if self.tape is not None and self.variables is not None:
             raise ValueError("both variables and a tape are given; variables are enough: leave out the tape")
         if self.tape is not None:
@@ -71,25 +85,18 @@ class OptimizerFunctionOutput:
             )
         if isinstance(self.variables, Sequence) and not self.variables:
             raise ValueError(NO_VARIABLES)
-        self._check_capture()
-
-    def _check_capture(self) -> None:
         context, outfeed = self.gradient_capture_context, self.captured_gradient_outfeed
-        if not isinstance(context, GradientCaptureContext | None):
-            raise wrong_type("gradient_capture_context", context, "use a GradientCaptureContext")
-        if not isinstance(outfeed, OutfeedQueue | None):
-            raise wrong_type("captured_gradient_outfeed", outfeed, "use an OutfeedQueue")
+        check_optional("gradient_capture_context", context, GradientCaptureContext)
+        check_optional("captured_gradient_outfeed", outfeed, OutfeedQueue)
         if outfeed is not None and context is None:
             raise ValueError(
                 "a captured_gradient_outfeed is given, but no gradient_capture_context captures anything; give one"
             )
 
-    def _check_arguments(self, name: str) -> None:
-        given, named = getattr(self, f"{name}_args"), getattr(self, f"{name}_kwargs")
-        if given is not None and not isinstance(given, tuple):
-            raise TypeError(f"{name}_args is {given!r}, a {type(given).__name__}; it must be a tuple")
-        if named is not None and not isinstance(named, Mapping):
-            raise TypeError(f"{name}_kwargs is {named!r}, a {type(named).__name__}; it must be a dictionary")
+    @staticmethod
+    def _check_arguments(name: str, given: tuple[object, ...] | None, named: Mapping[str, object] | None) -> None:
+        check_optional(f"{name}_args", given, tuple, "it must be a tuple")
+        check_optional(f"{name}_kwargs", named, Mapping, "it must be a dictionary")
         if name == "compute_gradients" and given and isinstance(given[0], Sequence) and not given[0]:
             raise ValueError(NO_VARIABLES)
         if given or named:
@@ -116,31 +123,138 @@ class PipelineStageOptions:
 
     def __post_init__(self) -> None:
         for name in ("convolution_options", "matmul_options", "slice_options"):
-            given = getattr(self, name)
-            if given is not None and not isinstance(given, Mapping):
-                raise wrong_type(name, given, "it must be a dictionary")
+            check_optional(name, getattr(self, name), Mapping, "it must be a dictionary")
 
 
-def check_stage_options(name: str, options: object, stages: int) -> None:
-    """Check a list of one `PipelineStageOptions` for each stage.
+def accumulators_of(tree: Tree, dtype: AccumulationDtype) -> Tree:
+    """Return a tree of zeros in the dtypes in which gradients are accumulated; see `accumulator_dtypes`."""
+    leaves, structure = jax.tree.flatten(tree)
+    pairs = zip(leaves, accumulator_dtypes(tree, dtype), strict=True)
+    return jax.tree.unflatten(structure, [jnp.zeros(leaf.shape, own) for leaf, own in pairs])
 
-    Raises:
-        TypeError: If it is not a list of them.
-        ValueError: If their number is not the number of stages.
+
+class _Nameless:
+    """An empty part of the path of a variable, so that variables keep the names that their program knows."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclass(frozen=True)
+class CapturingVariables:
+    """Variables, and handles by tag."""
+
+    variables: Variables
+    handles: Mapping[str, Tree]
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[object, Tree], ...], None]:
+        """Return the children with their keys, for JAX's `register_pytree_with_keys_class`."""
+        return ((_Nameless(), self.variables), (jax.tree_util.GetAttrKey("captured"), self.handles)), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple[Variables, Mapping[str, Tree]]) -> CapturingVariables:
+        """Make an object from its children, for JAX's `register_pytree_with_keys_class`."""
+        return cls(*children)
+
+
+class CapturingState(NamedTuple):
+    """The state of an optimizer, and the captured gradients of its last update."""
+
+    optimizer: OptimizerState
+    captured: Mapping[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Captures:
+    """The gradients that a pipeline captures. By default none, and then every method returns its argument unchanged.
+
+    Attributes:
+        shapes: Shapes of the marked arrays, by tag.
+        count: Number of micro-batches.
+        accumulates: Whether gradients of micro-batches are accumulated; if not, the optimizer gets those of each
+            micro-batch, [count, *shape].
+        method: Reduction of gradients over micro-batches.
+        dtype: Dtype of accumulators.
     """
-    if options is None:
-        return
-    if not isinstance(options, Sequence) or not all(isinstance(one, PipelineStageOptions) for one in options):
-        raise TypeError(f"{name} is {options!r}; it must be a list of PipelineStageOptions, one for each stage")
-    if len(options) != stages:
-        raise ValueError(f"{name} has {len(options)} PipelineStageOptions for {stages} stages; give one for each stage")
 
+    shapes: Mapping[str, jax.ShapeDtypeStruct] = field(default_factory=dict)
+    count: int = 1
+    accumulates: bool = True
+    method: GradientAccumulationReductionMethod = GradientAccumulationReductionMethod.SUM
+    dtype: AccumulationDtype = None
 
-def check_update_options(name: str, options: object) -> None:
-    """Check the options of the update.
+    def extended(self, variables: Variables) -> Variables:
+        """Return the trained tree: the variables, and an array of zeros for each captured gradient."""
+        if not self.shapes:
+            return variables
+        lead = () if self.accumulates else (self.count,)
+        handles = {tag: np.zeros((*lead, *shape.shape), shape.dtype) for tag, shape in self.shapes.items()}
+        return CapturingVariables(variables, handles)
 
-    Raises:
-        TypeError: If they are not one `PipelineStageOptions`.
-    """
-    if not isinstance(options, PipelineStageOptions | None):
-        raise wrong_type(name, options, "it must be one PipelineStageOptions")
+    def trainable(self, trainable: Tree) -> Tree:
+        """Return the `trainable` of the trained tree, given the `trainable` of the variables."""
+        if not self.shapes or trainable is None:
+            return trainable
+        if callable(trainable):
+            handles = {f".captured[{tag!r}]" for tag in self.shapes}
+            return lambda name, leaf: name in handles or trainable(name, leaf)
+        return CapturingVariables(trainable, dict.fromkeys(self.shapes, True))
+
+    def loss(self, loss_fn: Function) -> Function:
+        """Return the loss function of the trained tree, given that of the variables."""
+        if not self.shapes:
+            return loss_fn
+
+        def extended(trained: CapturingVariables, *arguments: Tree) -> Tree:
+            number = get_current_iteration_counter()
+            handles = trained.handles
+            if not self.accumulates:
+                handles = {tag: handle[number] for tag, handle in handles.items()}
+            return with_handles(loss_fn)(handles, trained.variables, *arguments)
+
+        return extended
+
+    def optimizer(self, optimizer: optax.GradientTransformation) -> AnyOptimizer:
+        """Return the optimizer of the trained tree, which passes `captured_grads` on if `optimizer` takes arguments.
+
+        Handles have other shapes than variables, so parts of the two would not match; the optimizer needs whole arrays.
+        """
+        if not self.shapes:
+            return optimizer
+        own = optax.with_extra_args_support(optimizer)
+
+        def init(trained: CapturingVariables) -> CapturingState:
+            return CapturingState(own.init(trained.variables), accumulators_of(trained.handles, self.dtype))
+
+        def update(
+            gradients: CapturingVariables,
+            state: CapturingState,
+            trained: CapturingVariables | None = None,
+            **extra: object,
+        ) -> tuple[CapturingVariables, CapturingState]:
+            captured = gradients.handles
+            if not self.accumulates and self.method is not GradientAccumulationReductionMethod.SUM:
+                captured = jax.tree.map(lambda leaf: leaf * self.count, captured)
+            variables = None if trained is None else trained.variables
+            changes, new = own.update(gradients.variables, state.optimizer, variables, captured_grads=captured, **extra)
+            still = jax.tree.map(jnp.zeros_like, gradients.handles)
+            return CapturingVariables(changes, still), CapturingState(new, captured)
+
+        return OptaxOptimizer(optax.GradientTransformationExtraArgs(init, update), needs_whole=True)
+
+    def shown(self, state: TrainState) -> TrainState:
+        """Return a state with the variables alone, as the user's program knows them."""
+        return replace(state, variables=state.variables.variables) if self.shapes else state
+
+    def of(self, state: TrainState) -> dict[str, np.ndarray]:
+        """Return the gradients captured for the last update. Collective if the optimizer state is sharded.
+
+        Args:
+            state: State with a `PartOfArray` for each array of which this instance has only a part.
+        """
+        captured = state.optimizer_state.captured if self.shapes else {}
+        return {
+            tag: array.gather(f"the captured gradient {tag}") if isinstance(array, PartOfArray) else np.array(array)
+            for tag, array in sorted(captured.items())
+        }

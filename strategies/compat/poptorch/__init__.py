@@ -1,145 +1,35 @@
 """PopTorch's interface without IPUs: programs of PopTorch run with `import strategies.torch.poptorch as poptorch`."""
 
+# ruff: noqa: F403, F405
 from difflib import get_close_matches
 from typing import Any
 
-import strategies.compat.poptorch.autocasting as autocasting
+import strategies.compat.poptorch.names as enums  # noqa: F401
+import strategies.compat.poptorch.operations as autocasting
 import strategies.compat.poptorch.optim as optim
-import strategies.compat.poptorch.profiling as profiling
-from strategies.compat.poptorch.autocasting import autocast
-from strategies.compat.poptorch.blocks import (
-    BeginBlock,
-    Block,
-    BlockFunction,
-    ParallelPhasedExecution,
-    Phase,
-    PipelinedExecution,
-    SerialPhasedExecution,
-    ShardedExecution,
-    Stage,
-    removeBlocks,
-)
-from strategies.compat.poptorch.data_loader import AsynchronousDataAccessor, DataLoader
-from strategies.compat.poptorch.enums import (
-    AnchorMode,
-    AutoStage,
-    CommGroupType,
-    ConnectionType,
-    DataLoaderMode,
-    HalfFloatCastingBehavior,
-    Liveness,
-    MatMulSerializationMode,
-    MeanReductionStrategy,
-    MultiConvPlanType,
-    OutputMode,
-    OverlapMode,
-    ReductionType,
-    SharingStrategy,
-    SyncPattern,
-    VariableRetrievalMode,
-)
-from strategies.compat.poptorch.errors import ConfigFileError, RecoverableError, SmallDataError, UnrecoverableError
-from strategies.compat.poptorch.executor import PoplarExecutor, inferenceModel, load, trainingModel
-from strategies.compat.poptorch.operations import (
-    CPU,
-    Attribute,
-    MultiConv,
-    NameScope,
-    cond,
-    ctc_beam_search_decoder,
-    custom_op,
-    dynamic_slice,
-    dynamic_update,
-    for_loop,
-    fps,
-    identity_loss,
-    ipu_print_tensor,
-    ipuHardwareIsAvailable,
-    ipuHardwareVersion,
-    isRunningOnIpu,
-    nearest,
-    nop,
-    recomputationCheckpoint,
-    serializedMatMul,
-    set_available_memory,
-    set_overlap_for_input,
-    set_overlap_for_output,
-    setLogLevel,
-)
-from strategies.compat.poptorch.option_groups import TensorLocationSettings
-from strategies.compat.poptorch.options import Options, PopdistOptions
+import strategies.compat.poptorch.options as options  # noqa: F401
+from strategies.compat.poptorch.blocks import *
+from strategies.compat.poptorch.data_loader import *
+from strategies.compat.poptorch.executor import *
+from strategies.compat.poptorch.names import *
+from strategies.compat.poptorch.operations import *
+from strategies.compat.poptorch.options import *
 from strategies.errors import StrategyError as Error
 
-__all__ = [
-    "AnchorMode",
-    "AsynchronousDataAccessor",
-    "Attribute",
-    "AutoStage",
-    "BeginBlock",
-    "Block",
-    "BlockFunction",
-    "CPU",
-    "CommGroupType",
-    "ConfigFileError",
-    "ConnectionType",
-    "DataLoader",
-    "DataLoaderMode",
-    "Error",
-    "HalfFloatCastingBehavior",
-    "Liveness",
-    "MatMulSerializationMode",
-    "MeanReductionStrategy",
-    "MultiConv",
-    "MultiConvPlanType",
-    "NameScope",
-    "Options",
-    "OutputMode",
-    "OverlapMode",
-    "ParallelPhasedExecution",
-    "Phase",
-    "PipelinedExecution",
-    "PopdistOptions",
-    "PoplarExecutor",
-    "RecoverableError",
-    "ReductionType",
-    "SerialPhasedExecution",
-    "ShardedExecution",
-    "SharingStrategy",
-    "SmallDataError",
-    "Stage",
-    "SyncPattern",
-    "TensorLocationSettings",
-    "UnrecoverableError",
-    "VariableRetrievalMode",
-    "autocast",
-    "autocasting",
-    "cond",
-    "ctc_beam_search_decoder",
-    "custom_op",
-    "dynamic_slice",
-    "dynamic_update",
-    "for_loop",
-    "fps",
-    "identity_loss",
-    "inferenceModel",
-    "ipuHardwareIsAvailable",
-    "ipuHardwareVersion",
-    "ipu_print_tensor",
-    "isRunningOnIpu",
-    "load",
-    "nearest",
-    "nop",
-    "optim",
-    "profiling",
-    "recomputationCheckpoint",
-    "removeBlocks",
-    "serializedMatMul",
-    "setLogLevel",
-    "set_available_memory",
-    "set_overlap_for_input",
-    "set_overlap_for_output",
-    "trainingModel",
-]
+__all__ = ["Options", "PopdistOptions", "PoplarExecutor", "inferenceModel", "load", "optim", "trainingModel"]
+__all__ += ["AsynchronousDataAccessor", "DataLoader", "TensorLocationSettings", "autocast", "autocasting"]
+__all__ += ["BeginBlock", "Block", "BlockFunction", "Phase", "Stage", "removeBlocks"]
+__all__ += ["ParallelPhasedExecution", "PipelinedExecution", "SerialPhasedExecution", "ShardedExecution"]
+__all__ += ["CPU", "Attribute", "MultiConv", "NameScope", "cond", "for_loop", "identity_loss", "nop"]
+__all__ += ["dynamic_slice", "dynamic_update", "ipu_print_tensor", "recomputationCheckpoint", "serializedMatMul"]
+__all__ += ["set_available_memory", "set_overlap_for_input", "set_overlap_for_output", "setLogLevel"]
+__all__ += ["ipuHardwareIsAvailable", "ipuHardwareVersion", "isRunningOnIpu"]
+__all__ += ["ctc_beam_search_decoder", "custom_op", "fps", "nearest"]
+__all__ += ["AnchorMode", "AutoStage", "CommGroupType", "ConnectionType", "DataLoaderMode", "HalfFloatCastingBehavior"]
+__all__ += ["Liveness", "MatMulSerializationMode", "MeanReductionStrategy", "MultiConvPlanType", "OutputMode"]
+__all__ += ["OverlapMode", "ReductionType", "SharingStrategy", "SyncPattern", "VariableRetrievalMode"]
+__all__ += ["ConfigFileError", "Error", "RecoverableError", "SmallDataError", "UnrecoverableError"]
+__all__.sort()
 
 __version__ = "3.3.0"
 """The version of PopTorch that has this interface."""
@@ -152,6 +42,7 @@ _WAYS_OUT = {
     "experimental": "call functions as they are, or wrap them in a module for poptorch.inferenceModel",
     "getIpuTensorId": "tensors are in host memory, where tensor.data_ptr() identifies them",
     "poptorch_core": "it is the compiler for IPUs, which is not needed here",
+    "profiling": f"mark spans with torch.profiler.record_function(name), or {RECORDED}",
     "registerCustomArgParser": "give models tensors in tuples, lists or dictionaries",
     "registerPostCompileHook": "nothing is compiled; run the hook's code after making the model",
     "registerPreCompileHook": "nothing is compiled; run the hook's code before making the model",

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import torch
 
-from strategies.compat.poptorch.enums import AutoStage
-from strategies.compat.poptorch.without_effect import Accepted, Accepting, methods_of
+from strategies.compat.poptorch.names import Accepting, AutoStage, Rows, TableRow, switch
 from strategies.errors import StrategyError
-from strategies.pipelines.schedules import PipelineSchedule, schedule_named
+from strategies.pipelines.timetable import PipelineSchedule, schedule_named
 from strategies.torch.pipelines.stages import TorchPipeline, begin_block, end_block, number_from_zero
 
 
@@ -46,17 +46,14 @@ class Block(torch.nn.Module):
         end_block()
 
 
-class _Begin:
-    """A hook that begins a block before a module runs."""
+def _begin(user_id: str | None, ipu_id: int | None, module: torch.nn.Module, given: object) -> None:
+    """Begin a block before a module runs: a hook, as a `partial` with the first two arguments."""
+    begin_block(user_id, ipu_id)
 
-    def __init__(self, user_id: str | None, ipu_id: int | None) -> None:
-        self._user_id, self._ipu_id = user_id, ipu_id
 
-    def __call__(self, module: torch.nn.Module, given: object) -> None:
-        begin_block(self._user_id, self._ipu_id)
-
-    def __repr__(self) -> str:
-        return f"BeginBlock(user_id={self._user_id}, ipu_id={self._ipu_id})"
+def _marks_of(module: torch.nn.Module) -> list[int]:
+    """Return the keys of the hooks that begin a block."""
+    return [key for key, hook in module._forward_pre_hooks.items() if getattr(hook, "func", None) is _begin]
 
 
 def BeginBlock(
@@ -70,18 +67,17 @@ def BeginBlock(
     """
     if not isinstance(layer_to_call, torch.nn.Module):
         raise TypeError(f"{type(layer_to_call).__name__} is not a module; mark functions with poptorch.BlockFunction")
-    if any(isinstance(hook, _Begin) for hook in layer_to_call._forward_pre_hooks.values()):
+    if _marks_of(layer_to_call):
         raise StrategyError("the module already begins a block; remove the mark with poptorch.removeBlocks")
-    layer_to_call.register_forward_pre_hook(_Begin(user_id, ipu_id))
+    layer_to_call.register_forward_pre_hook(partial(_begin, user_id, ipu_id))
     return layer_to_call
 
 
 def removeBlocks(module: torch.nn.Module) -> None:
     """Remove the marks of `BeginBlock` from all submodules."""
     for inner in module.modules():
-        hooks = inner._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if isinstance(hook, _Begin)]:
-            del hooks[key]
+        for key in _marks_of(inner):
+            del inner._forward_pre_hooks[key]
 
 
 @contextmanager
@@ -314,10 +310,7 @@ class _Phased(Accepting, ExecutionStrategy):
     """
 
     overlaps = False
-    _methods = methods_of(
-        "PhasedExecution",
-        useSeparateBackwardPhase=Accepted(lambda use=True: use, _IN_MEMORY, True),
-    )
+    _rows: Rows = {"useSeparateBackwardPhase": TableRow(lambda use=True: use, _IN_MEMORY, switch)}
 
     def __init__(self, *phases: Phase | Stage | str | Sequence[Phase | Stage | str]) -> None:
         if len(phases) == 1 and isinstance(phases[0], list) and any(isinstance(each, Phase) for each in phases[0]):
@@ -336,12 +329,9 @@ class _Phased(Accepting, ExecutionStrategy):
 class ParallelPhasedExecution(_Phased):
     """Phases that alternate between devices; they run as `ShardedExecution` of their stages."""
 
-    _methods = {
-        **_Phased._methods,
-        **methods_of(
-            "ParallelPhasedExecution",
-            sendTensorsOffChipAfterFwd=Accepted(lambda off_chip=True: off_chip, _IN_MEMORY, True),
-        ),
+    _rows = {
+        **_Phased._rows,
+        "sendTensorsOffChipAfterFwd": TableRow(lambda off_chip=True: off_chip, _IN_MEMORY, switch),
     }
 
 
@@ -349,7 +339,7 @@ class ParallelPhasedExecution(_Phased):
 class SerialPhasedExecution(_Phased):
     """Phases one after another on the same devices; they run as `ShardedExecution` of their stages."""
 
-    _methods = {
-        **_Phased._methods,
-        **methods_of("SerialPhasedExecution", setTensorsLiveness=Accepted(lambda liveness: liveness, _IN_MEMORY)),
+    _rows = {
+        **_Phased._rows,
+        "setTensorsLiveness": TableRow("liveness", _IN_MEMORY),
     }

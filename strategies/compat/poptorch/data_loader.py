@@ -12,15 +12,14 @@ import torch
 
 from popdist.switches import require_switches, require_switches_or_none
 from strategies.argument_checks import positive
-from strategies.compat.poptorch.enums import DataLoaderMode
-from strategies.compat.poptorch.errors import SmallDataError
+from strategies.compat.poptorch.names import DataLoaderMode, SmallDataError
 from strategies.compat.poptorch.options import Options
 from strategies.data.iterators import prefetched
 from strategies.data.layout import Layout, epoch_order
 from strategies.errors import StrategyError
-from strategies.torch.device import HOST
-from strategies.torch.distributed_data import RowOfEpoch, SeededRows
+from strategies.torch.data import RowOfEpoch, SeededRows
 from strategies.torch.replicas.generators import drawing_from, seed_of
+from strategies.torch.tensors import HOST
 from strategies.typing import Batch, Data, Element
 
 SAMPLERS = (
@@ -115,8 +114,14 @@ class DataLoader:
         require_switches_or_none(shuffle=shuffle, persistent_workers=persistent_workers)
         options._freeze()
         self.options, self.dataset = options, dataset
-        self._batch_size = positive("batch_size", batch_size)
-        self._is_dealt = auto_distributed_partitioning
+        replicas, local = options.strategy.replicas, options.strategy.replicas.local_replicas
+        layout = Layout(positive("batch_size", batch_size), replicas.num_replicas_in_sync, local)
+        if not auto_distributed_partitioning:
+            layout = Layout(batch_size, len(local), range(len(local)))
+        count: int = options.device_iterations * options.Training.gradient_accumulation
+        self._places = np.concatenate([layout.positions(number) for number in range(count)])  # a step is a micro-batch
+        self._rows_of_all = count * layout.global_batch_size
+        self._has_others = len(layout.local_replicas) < layout.total_replicas
         self._mode = DataLoaderMode(mode)
         self._buffers = _buffers_of({"buffer_size": options._Popart.buffers or BUFFERS, **(async_options or {})})
         self._drops = drop_last
@@ -141,13 +146,11 @@ class DataLoader:
         self._shuffle, self._sampler = bool(shuffle), sampler
         if shuffle and kwargs.get("generator") is not None:
             logger.warning("the order of shuffled elements follows options.randomSeed and ignores the generator")
-        if sampler is not None:
-            self._refuse_samplers(sampler)
-        self._refuse_lengths(self._length)
+        self._check_order()
         if num_workers or self._mode is DataLoaderMode.Sync:  # no thread of this process reads elements
             dataset = SeededRows(dataset, options.seed)
         self._loader = torch.utils.data.DataLoader(
-            dataset, batch_sampler=_Rows(self), collate_fn=self._collate, **workers
+            dataset, batch_sampler=_IndexBatches(self), collate_fn=self._collate, **workers
         )
 
     @property
@@ -156,48 +159,21 @@ class DataLoader:
         return len(self._places)
 
     @property
-    def _micro_batches(self) -> int:
-        return self.options.device_iterations * self.options.Training.gradient_accumulation
-
-    @property
-    def _layout(self) -> Layout:
-        """The rows of each micro-batch; a step of the layout is one micro-batch."""
-        replicas = self.options.strategy.replicas
-        local = replicas.local_replicas
-        if self._is_dealt:
-            return Layout(self._batch_size, replicas.num_replicas_in_sync, local)
-        return Layout(self._batch_size, len(local), range(len(local)))
-
-    @property
-    def _places(self) -> np.ndarray:
-        """The positions of this instance's rows among the rows of all instances, for one batch."""
-        layout = self._layout
-        return np.concatenate([layout.positions(number) for number in range(self._micro_batches)])
-
-    @property
-    def _rows_of_all(self) -> int:
-        return self._micro_batches * self._layout.global_batch_size
-
-    @property
-    def _has_others(self) -> bool:
-        """Whether other instances take rows of the same batches."""
-        return len(self._layout.local_replicas) < self._layout.total_replicas
-
-    @property
     def _length(self) -> int:
         return len(self.dataset if self._sampler is None else self._sampler)  # type: ignore[arg-type]
 
-    def _refuse_samplers(self, sampler: Iterable[int]) -> None:
-        if not hasattr(sampler, "__len__"):
-            raise TypeError(f"the sampler is a {type(sampler).__name__}, which has no length; give it a __len__")
-        if self._has_others and type(sampler) not in SAMPLERS:
+    def _check_order(self) -> None:
+        """Refuse a sampler that may give each instance another order, and lengths that leave no whole batch."""
+        if self._sampler is not None and not hasattr(self._sampler, "__len__"):
+            kind = type(self._sampler).__name__
+            raise TypeError(f"the sampler is a {kind}, which has no length; give it a __len__")
+        if self._sampler is not None and self._has_others and type(self._sampler) not in SAMPLERS:
             raise StrategyError(
-                f"the sampler is a {type(sampler).__name__}, which may give each instance another order, but all "
+                f"the sampler is a {type(self._sampler).__name__}, which may give each instance another order, but all "
                 f"instances need the same; use one of {', '.join(kind.__name__ for kind in SAMPLERS)}, or "
                 "auto_distributed_partitioning=False with a sampler that gives this instance's elements"
             )
-
-    def _refuse_lengths(self, length: int) -> None:
+        length = self._length
         if length < self._rows_of_all and self._drops:
             raise SmallDataError(
                 f"the data set has {length} elements, but a batch of all replicas takes {self._rows_of_all}; use a "
@@ -220,10 +196,7 @@ class DataLoader:
         return batches if self._mode is DataLoaderMode.Sync else prefetched(batches, self._buffers)
 
     def _batches(self) -> Generator[Batch, None, None]:
-        if self._is_iterable:
-            yield from self._of_stream()
-        else:
-            yield from self._loader
+        yield from self._of_stream() if self._is_iterable else self._loader
 
     def _of_stream(self) -> Generator[Batch, None, None]:
         elements, whole, places = iter(self._loader), self._rows_of_all, self._places.tolist()
@@ -240,23 +213,20 @@ class DataLoader:
                 )
             yield self._collate(rows)
 
-    def _rows_of(self, epoch: int) -> Iterator[list[RowOfEpoch]]:
-        for rows in self._indices_of(epoch):
-            yield [RowOfEpoch(index, epoch) for index in rows.tolist()]
-
-    def _indices_of(self, epoch: int) -> Iterator[np.ndarray]:
-        order, places = self._order_of(epoch), self._places
-        whole, rest = divmod(len(order), self._rows_of_all)
-        for number in range(whole):
-            yield order[number * self._rows_of_all + places]
-        if rest and not self._drops:
-            yield order[whole * self._rows_of_all :]
-
-    def _order_of(self, epoch: int) -> np.ndarray:
+    def _indices_of(self, epoch: int) -> Iterator[list[RowOfEpoch]]:
+        """Yield the indices of the elements of each batch."""
         if self._sampler is None:
-            return epoch_order(len(self.dataset), self.options.seed, epoch, shuffle=self._shuffle)
-        with drawing_from(seed_of(self.options.seed, 0, epoch, 0), HOST):  # the same numbers on all instances
-            return np.fromiter(map(int, self._sampler), np.int64)
+            order = epoch_order(len(self.dataset), self.options.seed, epoch, shuffle=self._shuffle)
+        else:
+            with drawing_from(seed_of(self.options.seed, 0, epoch, 0), HOST):  # the same numbers on all instances
+                order = np.fromiter(map(int, self._sampler), np.int64)
+        for first in range(0, len(order), self._rows_of_all):
+            rows = order[first : first + self._rows_of_all]
+            if len(rows) == self._rows_of_all:
+                rows = rows[self._places]
+            elif self._drops:
+                return
+            yield [RowOfEpoch(index, epoch) for index in rows.tolist()]
 
     def terminate(self) -> None:
         """Do nothing: threads and workers end with their iterators."""
@@ -270,13 +240,12 @@ def _buffers_of(named: Mapping[str, object]) -> int:
         )
     if named.get("rebatched_size") is not None:
         raise StrategyError(
-            f"rebatched_size is {named['rebatched_size']}, but the accessor does not join items; let the DataLoader "
-            "make batches of that size"
+            f"rebatched_size is {named['rebatched_size']}, but the accessor joins no items; let the DataLoader do it"
         )
     return positive("buffer_size", named.get("buffer_size", BUFFERS))
 
 
-class _Rows:
+class _IndexBatches:
     """A batch sampler for PyTorch's loader: the indices of the elements of each batch."""
 
     def __init__(self, loader: DataLoader) -> None:
@@ -284,7 +253,7 @@ class _Rows:
 
     def __iter__(self) -> Iterator[list[RowOfEpoch]]:
         epoch, self._epoch = self._epoch, self._epoch + 1
-        return self._loader._rows_of(epoch)
+        return self._loader._indices_of(epoch)
 
     def __len__(self) -> int:
         return len(self._loader)

@@ -3,76 +3,84 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from popdist.switches import require_switches
-from strategies.compat.poptorch.autocasting import heeded_by
-from strategies.compat.poptorch.blocks import FoundStages
-from strategies.compat.poptorch.enums import AutoStage, MeanReductionStrategy, OutputMode, ReductionType
-from strategies.compat.poptorch.module_state import Modes, WrittenBuffers, make_groupable
-from strategies.compat.poptorch.optimizer_base import (
-    Clipping,
-    refuse_pairs,
-    scale_and_limit,
-    shards_state,
-    tell_rounding,
-)
-from strategies.compat.poptorch.options import Options
-from strategies.compat.poptorch.outputs import (
+from strategies.compat.poptorch.blocks import ExecutionStrategy, FoundStages
+from strategies.compat.poptorch.modules import (
     Anchored,
+    Modes,
     joined,
+    keep_buffers,
     loss_function,
+    make_groupable,
     names_of,
     outputs_and_losses,
     put_together,
-    refuse_unknown,
 )
-from strategies.compat.poptorch.profiling import Counters, Latency
-from strategies.compat.poptorch.saved_models import packed, read_model, unpacked
-from strategies.compat.poptorch.without_effect import NO_COMPILER, NO_IPU, Accepted, Refused, methods_of
+from strategies.compat.poptorch.names import (
+    NO_COMPILER,
+    NO_IPU,
+    RECORDED,
+    AutoStage,
+    MeanReductionStrategy,
+    OutputMode,
+    ReductionType,
+    Rows,
+    TableRow,
+    refused,
+)
+from strategies.compat.poptorch.operations import heeded_by
+from strategies.compat.poptorch.optim import Clipping, check_conflicts, log_rounding, scale_and_limit, shards_state
+from strategies.compat.poptorch.options import Options, TensorLocationSettings
 from strategies.core.options import GradientAccumulationReductionMethod as Method
 from strategies.errors import StrategyError
 from strategies.loss_scaling import LossScaling
-from strategies.torch.device import ReplicaMemory
-from strategies.torch.optimizer_arrays import numbers_of_groups, set_numbers
+from strategies.torch.data import parts_of, tensors_of
 from strategies.torch.pipelines.stages import TorchPipeline
-from strategies.torch.replicas.gradient_map import MapGradient, multiplied
-from strategies.torch.replicas.groups import summed
-from strategies.torch.replicas.inference import InferenceTurns
-from strategies.torch.tensors import parts_of, tensors_of
+from strategies.torch.replicas.evaluation import InferenceTurns
+from strategies.torch.replicas.gradient_map import MapGradient, multiplied, summed
+from strategies.torch.tensors import ReplicaMemory
 from strategies.torch.trainer import Trainer
-from strategies.torch.training import refuse_other_devices
+from strategies.torch.training import check_on_cpu
+from strategies.torch.updates import numbers_of_groups, set_numbers
 from strategies.typing import Batch, Tree
 
 if TYPE_CHECKING:
-    from strategies.pipelines.trace import Trace
+    from strategies.pipelines.plan import Trace
 
 logger = logging.getLogger("strategies.torch.poptorch")
 
 
 _SHARED = "all models of a module share its parameters and buffers, which are read at every call"
-_METHODS = methods_of(
-    "PoplarExecutor",
-    attachToDevice=Accepted(lambda: None, NO_IPU),
-    compilationTime=Accepted(lambda: timedelta(), NO_COMPILER),
-    copyNamedBuffersToDevice=Accepted(lambda: None, _SHARED),
-    copyWeightsToDevice=Accepted(lambda: None, _SHARED),
-    copyWeightsToHost=Accepted(lambda: None, _SHARED),
-    copyWeightsToHostIfNeeded=Accepted(lambda: False, _SHARED),
-    cycleCount=Refused("there is no IPU whose cycles could be counted; measure the time of a call"),
-    detachFromDevice=Accepted(lambda: None, NO_IPU),
-    isAttachedToDevice=Accepted(lambda: True, NO_IPU),
-    isCompiled=Accepted(lambda: True, NO_COMPILER),
-    loadExecutable=Accepted(lambda filename: None, "the file has no compiled programs"),
+_TIMES = f"times of updates are not kept; measure a call with time.perf_counter, or {RECORDED}"
+_FILES = (
+    "files of whole models are not written; save model.state_dict() with torch.save, or the training with "
+    "strategies.Checkpoints(folder, training.trainer)"
 )
-"""Methods of a model with nothing to do; each returns its value in this table."""
+_METHODS: Rows = {
+    **dict.fromkeys(("attachToDevice", "detachFromDevice"), TableRow(lambda: None, NO_IPU)),
+    **dict.fromkeys(
+        ("copyNamedBuffersToDevice", "copyWeightsToDevice", "copyWeightsToHost"), TableRow(lambda: None, _SHARED)
+    ),
+    "copyWeightsToHostIfNeeded": TableRow(lambda: False, _SHARED),
+    "isAttachedToDevice": TableRow(lambda: True, NO_IPU),
+    "compilationTime": TableRow(lambda: timedelta(), NO_COMPILER),
+    "isCompiled": TableRow(lambda: True, NO_COMPILER),
+    "loadExecutable": TableRow("filename", "the file has no compiled programs", lambda name, value: None),
+    **dict.fromkeys(("compileAndExport", "save"), refused(_FILES)),
+    "cycleCount": refused("there is no IPU whose cycles could be counted; measure the time of a call"),
+    **dict.fromkeys(
+        ("getComputeLatency", "getHostIpuLatency", "getIpuHostLatency", "getLatency", "getPerfCounters"),
+        refused(_TIMES),
+    ),
+}
+"""Methods of a model with nothing to do, each of which returns its value in this table, and refused ones."""
 
 
 class PoplarExecutor:
@@ -109,35 +117,35 @@ class PoplarExecutor:
             model = model.model
         if not isinstance(model, torch.nn.Module):
             raise TypeError(
-                f"the model is a {type(model).__name__}; give a torch.nn.Module, for example one whose forward calls a "
-                "function"
+                f"the model is a {type(model).__name__}; give a torch.nn.Module, such as one whose forward calls it"
             )
         options._freeze()
-        refuse_other_devices(model, "PopTorch's interface")
+        check_on_cpu(model, "PopTorch's interface")
         make_groupable(model)
         self.model: torch.nn.Module = model
         self.options = options
         self._is_training = training
-        self._map_gradient = map_gradient
         self._trainer: Trainer | None = None
         self._inference: InferenceTurns | None = None
         self._calls = 0  # calls of an inference model
-        self._counters = Counters()
         self._modes = Modes(model)
-        self._states = WrittenBuffers(model, options.strategy.replicas)
+        replicas = options.strategy.replicas
+        self._buffers: list[dict[int, torch.Tensor]] | None = None  # those of each of several replicas
+        if replicas.num_replicas_in_sync > 1:
+            self._buffers = [{} for _ in replicas.local_replicas]
         if training:
             optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
         self._shards = optimizer is not None and shards_state(options, optimizer)
-        refuse_unknown(options.anchors, model, self._shards, options.device_iterations)
-        mode, every, count = self._mode, options.output_every, options.Training.gradient_accumulation
-        followed = {short: anchor.following(mode, every, count) for short, anchor in options.anchors.items()}
-        self._anchored = Anchored(followed, model)
+        self._mode = options.output_mode
+        if options.defaultOutputMode():
+            self._mode = OutputMode.Final if training else OutputMode.All
+        self._anchored = Anchored(options, model, self._mode, self._shards)
         if optimizer is not None:
             self._scale, limit = scale_and_limit(optimizer)
             self._clipping = Clipping(limit)
             self._updates = [[id(one) for one in group["params"]] for group in optimizer.param_groups]
-            tell_rounding(options, optimizer, model)
-            self._trainer = self._new_trainer(optimizer)
+            log_rounding(options, optimizer, model)
+            self._trainer = self._new_trainer(optimizer, map_gradient)
         elif options.Training.gradient_accumulation != 1:
             raise StrategyError(
                 f"gradientAccumulation is {options.Training.gradient_accumulation}, but an inference model accumulates "
@@ -165,22 +173,12 @@ class PoplarExecutor:
             StrategyError: If the module returns no loss, or several.
         """
         batch = tensors_of((args, kwargs))
-        self._counters.begin(batch)
         if self._is_training:
             with self._modes.kept():
                 rounds = self._train(batch)
         else:
             rounds = self._infer(batch)
-        outputs = put_together(rounds, self._mode, self.options.output_every)
-        self._counters.end(outputs)
-        return outputs
-
-    @property
-    def _mode(self) -> OutputMode:
-        """The mode of outputs; by default the last micro-batch for training, and all for inference."""
-        if self.options.output_mode is not OutputMode.Default:
-            return self.options.output_mode
-        return OutputMode.Final if self._is_training else OutputMode.All
+        return put_together(rounds, self._mode, self.options.output_every)
 
     def _rounds_of(self, batch: Batch) -> list[list[Batch]]:
         """Return the batches of the local replicas, by micro-batch of the call."""
@@ -207,11 +205,9 @@ class PoplarExecutor:
         found: list[list[Tree]] = []
         self._anchored.begin()
         for iteration in range(self.options.device_iterations):
-            began_s = time.perf_counter()
             rounds = every[iteration * count : (iteration + 1) * count]
             in_order = [each for of_replica in zip(*rounds, strict=True) for each in of_replica]
             self.trainer.step(joined(in_order))
-            self._counters.add(began_s, time.perf_counter())
             self._anchored.look()
             found += [list(of_replicas) for of_replicas in zip(*self.trainer.outputs, strict=True)]
             if self._mode is OutputMode.Final:
@@ -227,20 +223,18 @@ class PoplarExecutor:
                 self.options.strategy.replicas, self.model, ReplicaMemory(), call, self.options.seed, self._pipeline()
             )
         self._calls += 1
-        began_s = time.perf_counter()
-        outputs = self._inference(rounds, self._calls - 1, self._states.own)
-        self._states.keep(self._inference.written)
-        self._counters.add(began_s, time.perf_counter())
+        outputs = self._inference(rounds, self._calls - 1, self._buffers)
+        keep_buffers(self.model, self._buffers, self._inference.written)
         return outputs
 
-    def _new_trainer(self, optimizer: torch.optim.Optimizer) -> Trainer:
+    def _new_trainer(self, optimizer: torch.optim.Optimizer, map_gradient: MapGradient | None) -> Trainer:
         options, training = self.options, self.options.Training
         is_sum = training.reduction is ReductionType.Sum
         factor = options.strategy.replicas.num_replicas_in_sync if is_sum else 1
-        mapping = None if self._map_gradient is None else multiplied(self._map_gradient, factor)
+        mapping = None if map_gradient is None else multiplied(map_gradient, factor)
         running = training.mean_strategy is MeanReductionStrategy.Running and not is_sum
-        of_optimizer = options.TensorLocations.of_optimizer
-        refuse_pairs(options, self._scale)
+        location = options.TensorLocations.optimizer or TensorLocationSettings()
+        check_conflicts(options, self._scale)
         scaling = LossScaling(self._scale, 1.0) if self._scale != 1 else None
         if training.automatic_loss_scaling:
             scaling = LossScaling() if self._scale == 1 else LossScaling(self._scale)
@@ -256,14 +250,14 @@ class PoplarExecutor:
             reduction_method=Method.SUM if is_sum else Method.RUNNING_MEAN if running else Method.MEAN,
             loss_scaling=scaling,
             replicated_optimizer_state_sharding=self._shards,
-            min_elements_for_sharding=int(str(of_optimizer.get("minElementsForReplicatedTensorSharding", 32))),
+            min_elements_for_sharding=location.min_elements,
             before_update=None if self._shards else self._clipping,
-            pipeline=None if running else self._pipeline(),  # `refuse_pairs` has refused an execution strategy
+            pipeline=None if running else self._pipeline(),
         )
 
     def _pipeline(self) -> TorchPipeline:
         """Return the pipeline of the execution strategy, or else of the blocks that have a device."""
-        strategy = self.options.execution_strategy
+        strategy: ExecutionStrategy | None = self.options.execution_strategy
         if strategy is not None:
             return strategy.pipeline
         return TorchPipeline(lambda: FoundStages((), AutoStage.SameAsIpu, is_lenient=True), needs_full=False)
@@ -272,14 +266,14 @@ class PoplarExecutor:
     def trace(self) -> Trace:
         """The timed work of the simulated devices in the last update, or in the last call of an inference model.
 
-        Its `str`, `text` and `perfetto` show it.
+        Its `str` draws it.
 
         Raises:
             ValueError: If nothing has run yet; the first call finds the stages.
         """
         if self._trainer is not None:
             return self._trainer.trace
-        from strategies.pipelines.trace import Trace  # imports JAX
+        from strategies.pipelines.plan import Trace  # imports JAX
 
         return Trace(self._inference.spans if self._inference else {})
 
@@ -297,35 +291,6 @@ class PoplarExecutor:
         """
         return self._anchored.of_call(short_name)
 
-    def getPerfCounters(self) -> dict[str, list[list[float]]]:
-        """Return the times in seconds of each tensor in each update of the last call; only differences have a meaning.
-
-        "input" and "input_complete" are the start of the update, "output" and "output_complete" its end, because
-        nothing is transferred. A call of an inference model counts as one update.
-        """
-        return self._counters.events()
-
-    def getLatency(self) -> Latency:
-        """Return the minimum, maximum and mean seconds of the last call's updates; an inference call is one update.
-
-        Raises:
-            StrategyError: If the model was not called.
-        """
-        return self._counters.of_updates()
-
-    getComputeLatency = getLatency  # a call only computes
-
-    def getHostIpuLatency(self) -> Latency:
-        """Return zeros, because inputs and outputs are not transferred.
-
-        Raises:
-            StrategyError: If the model was not called.
-        """
-        self._counters.of_updates()
-        return 0.0, 0.0, 0.0
-
-    getIpuHostLatency = getHostIpuLatency
-
     @property
     def rng_state(self) -> list[int]:
         """The seed and the number of updates or inference calls, which determine all random numbers.
@@ -342,8 +307,7 @@ class PoplarExecutor:
         seed, made = state
         if seed != self.options.seed:
             raise StrategyError(
-                f"the seed of this model is {self.options.seed}, but the state has {seed}; make the model with "
-                f"options.randomSeed({seed})"
+                f"the model has the seed {self.options.seed}, but the state {seed}; use options.randomSeed({seed})"
             )
         if self._trainer is None:
             self._calls = made
@@ -370,8 +334,7 @@ class PoplarExecutor:
             )
         if optimizer is not mine and [[id(one) for one in group["params"]] for group in groups] != self._updates:
             raise StrategyError(
-                "the parameters in the optimizer's groups are not those that the model trains; make a new model with "
-                "this optimizer"
+                "the optimizer's parameters are not those that the model trains; make a new model with this optimizer"
             )
         scale, limit = scale_and_limit(optimizer)
         if limit != self._clipping.limit and self._shards:
@@ -380,7 +343,7 @@ class PoplarExecutor:
                 "instance has only parts of them; make a new model with this optimizer"
             )
         if scale != self._scale:
-            refuse_pairs(self.options, scale)
+            check_conflicts(self.options, scale)
             self.trainer.scale_losses(scale)
         self._scale, self._clipping.limit = scale, limit
         if optimizer is not mine:
@@ -390,18 +353,6 @@ class PoplarExecutor:
         """Check the number of rows; nothing is compiled."""
         self._rounds_of(tensors_of((args, kwargs)))
 
-    def compileAndExport(
-        self,
-        filename: str | Path,
-        *args: Tree,
-        export_model: bool = True,
-        save_rng_state: bool = True,
-        **kwargs: Tree,
-    ) -> None:
-        """Check the number of rows, and call `save`."""
-        self.compile(*args, **kwargs)
-        self.save(filename, export_model, save_rng_state)
-
     def destroy(self) -> None:
         """End the threads of the replicas; the next call starts new ones."""
         if self._trainer is not None:
@@ -409,35 +360,6 @@ class PoplarExecutor:
         if self._inference is not None:
             self._inference.close()
             self._inference = None
-
-    def save(self, filename: str | Path, export_model: bool = True, save_rng_state: bool = True) -> None:
-        """Write the module, the options and the optimizer to a file for `load`.
-
-        Args:
-            filename: Path of the file.
-            export_model: False writes only parameters and state, which an existing model can load.
-            save_rng_state: Accepted without effect: options include the seed, and a loaded model starts anew.
-
-        Raises:
-            StrategyError: If `export_model` is True, and optimizer state is sharded or the model has a `map_gradient`,
-                which no file can hold.
-        """
-        require_switches(export_model=export_model, save_rng_state=save_rng_state)
-        if export_model and self._shards:
-            raise StrategyError(
-                "optimizer state is sharded, so a file would hold only this instance's part; use "
-                "strategies.Checkpoints(folder, training.trainer), or export_model=False"
-            )
-        if export_model and self._map_gradient is not None:
-            raise StrategyError(
-                "a file cannot hold functions, and a model loaded from it would train without map_gradient; use "
-                "export_model=False, make the model with trainingModel(..., map_gradient=...), and load its state_dict"
-            )
-        content = {"state": self.model.state_dict(), "options": self.options, "training": self._is_training}
-        if export_model:
-            optimizer = None if self._trainer is None else packed(self._trainer.optimizer)
-            content |= {"model": self.model, "optimizer": optimizer}
-        torch.save(content, filename)
 
     def train(self, mode: bool = True) -> PoplarExecutor:
         """Set the module's mode, and with it the mode of a training model's calls."""
@@ -453,7 +375,7 @@ class PoplarExecutor:
     def __getattr__(self, name: str) -> Any:
         """Return a method of the table, or else an attribute of the module: `state_dict`, `parameters`, submodules."""
         if name in _METHODS:
-            return partial(_METHODS[name].called, name)
+            return partial(_METHODS[name].value, "PoplarExecutor", name)
         if name.startswith("_") or name == "model":
             raise AttributeError(name)
         return getattr(self.model, name)
@@ -463,7 +385,7 @@ class PoplarExecutor:
 
     def __repr__(self) -> str:
         kind = "trainingModel" if self._is_training else "inferenceModel"
-        return f"poptorch.{kind}({self.model}, {self.options})"
+        return f"poptorch.{kind}({self.model}, {self.options!r})"
 
 
 def trainingModel(
@@ -494,26 +416,3 @@ def inferenceModel(model: torch.nn.Module | PoplarExecutor, options: Options | N
         options: Options of the model, frozen from here on.
     """
     return PoplarExecutor(model, options, False, None)
-
-
-def load(
-    filename: str | Path, edit_opts_fn: Callable[[Options], object] | None = None, *, is_trusted: bool = False
-) -> PoplarExecutor:
-    """Make the model that `PoplarExecutor.save` wrote; the program must have imported the classes in the file.
-
-    Args:
-        filename: Path of the file.
-        edit_opts_fn: Function that changes the options before the model is made.
-        is_trusted: True for a file that may run code, as a program does.
-
-    Raises:
-        StrategyError: If the file has no model, is damaged, or can only be read with `is_trusted=True`.
-    """
-    require_switches(is_trusted=is_trusted)
-    content = read_model(filename, is_trusted)
-    if "model" not in content:
-        raise StrategyError(f"{filename} was saved with export_model=False; make a model and load its state_dict")
-    options = content["options"].clone()
-    if edit_opts_fn is not None:
-        edit_opts_fn(options)
-    return PoplarExecutor(content["model"], options, content["training"], unpacked(content["optimizer"]))

@@ -1,25 +1,103 @@
-"""PopTorch's operators and queries that have a meaning without an IPU."""
+"""PopTorch's operators, queries and automatic casts that have a meaning without an IPU."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack
 from typing import Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
 
 from popdist.switches import require_switches
-from strategies.compat.poptorch.enums import MatMulSerializationMode, OverlapMode
-from strategies.compat.poptorch.without_effect import NO_IPU, ONE_MEMORY, Accepted, Accepting, methods_of
+from strategies.compat.poptorch.names import (
+    NO_IPU,
+    ONE_MEMORY,
+    Accepting,
+    MatMulSerializationMode,
+    OverlapMode,
+    Rows,
+    TableRow,
+)
 from strategies.errors import StrategyError
-from strategies.torch.threads import ThreadValue
+from strategies.torch.tensors import ThreadValue
 
-Self = TypeVar("Self")
 P = ParamSpec("P")
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
 
+_is_heeded = ThreadValue(True)
 _losses = ThreadValue[list[torch.Tensor] | None](None)
+
+
+# ---- automatic casts
+
+
+class Policy:
+    """PopTorch's lists of operators by the dtypes that compute them.
+
+    Args:
+        fp16: Operators computed in float16.
+        fp32: Operators computed in float32.
+        promote: Operators whose arguments are cast to the widest of their dtypes.
+        demote: Operators whose arguments are cast to the narrowest of their dtypes.
+
+    Attributes:
+        lists: Non-empty lists by their names.
+    """
+
+    def __init__(
+        self,
+        fp16: Iterable[str] = (),
+        fp32: Iterable[str] = (),
+        promote: Iterable[str] = (),
+        demote: Iterable[str] = (),
+    ) -> None:
+        given = {"fp16": fp16, "fp32": fp32, "promote": promote, "demote": demote}
+        self.lists: Mapping[str, list[str]] = {name: list(names) for name, names in given.items() if names}
+
+
+class autocast(ContextDecorator):
+    """A context or decorator that computes matrix products and convolutions in 16 bits, like `torch.autocast("cpu")`.
+
+    Args:
+        enabled: False switches the casts off.
+        dtype: `torch.float16`, as on IPUs, or `torch.bfloat16`, which needs no loss scaling.
+
+    Raises:
+        TypeError: If `enabled` is not True or False.
+
+    Example::
+
+        with poptorch.autocast():
+            hidden = torch.nn.functional.linear(rows, weights)  # float16
+    """
+
+    def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16) -> None:
+        require_switches(enabled=enabled)
+        self._enabled, self._dtype = enabled, dtype
+        self._entered: list[ExitStack] = []
+
+    def _recreate_cm(self) -> autocast:  # each call of a decorated function needs its own
+        return type(self)(self._enabled, self._dtype)
+
+    def __enter__(self) -> autocast:
+        inner = ExitStack()
+        inner.enter_context(torch.autocast("cpu", self._dtype, enabled=self._enabled and _is_heeded.now))
+        self._entered.append(inner)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.pop().close()
+
+
+def heeded_by(function: F, is_heeded: bool) -> F:
+    """Return a function that enables or disables `autocast` in its thread, for `Options.Precision.autocastEnabled`."""
+    return function if is_heeded else _is_heeded.using(False)(function)
+
+
+# ---- operators and queries
 
 
 def identity_loss(x: torch.Tensor, reduction: str = "none") -> torch.Tensor:
@@ -44,7 +122,7 @@ def identity_loss(x: torch.Tensor, reduction: str = "none") -> torch.Tensor:
 def losses_marked_by(function: Callable[[], T]) -> tuple[T, list[torch.Tensor]]:
     """Call a function; return its result and the losses that it marked in this thread."""
     marked: list[torch.Tensor] = []
-    with _losses.being(marked):
+    with _losses.using(marked):
         return function(), marked
 
 
@@ -184,11 +262,8 @@ def cond(
     return then_body(*then_inps) if bool(condition) else else_body(*else_inps)
 
 
-class _Scope:
+class _Scope(AbstractContextManager["_Scope"]):
     """A scope without an effect."""
-
-    def __enter__(self: Self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         pass
@@ -222,15 +297,14 @@ class MultiConv(_Scope, Accepting):
     PopTorch's methods that plan the convolutions are accepted and have no effect.
     """
 
-    _methods = methods_of(
-        "MultiConv",
-        availableMemoryProportions=Accepted(lambda value: value, ONE_MEMORY),
-        cycleBackOff=Accepted(lambda value: value, NO_IPU),
-        enableConvDithering=Accepted(lambda value: value, NO_IPU),
-        partialsTypes=Accepted(lambda value: value, "PyTorch chooses the dtype of partial sums"),
-        perConvReservedTiles=Accepted(lambda value: value, NO_IPU),
-        planType=Accepted(lambda value: value, "convolutions are computed one after another"),
-    )
+    _rows: Rows = {
+        "availableMemoryProportions": TableRow("value", ONE_MEMORY),
+        "cycleBackOff": TableRow("value", NO_IPU),
+        "enableConvDithering": TableRow("value", NO_IPU),
+        "partialsTypes": TableRow("value", "PyTorch chooses the dtype of partial sums"),
+        "perConvReservedTiles": TableRow("value", NO_IPU),
+        "planType": TableRow("value", "convolutions are computed one after another"),
+    }
 
 
 class CPU(Generic[P, T]):
@@ -261,11 +335,16 @@ def _refused(name: str, way_out: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _not_provided(name: str, instead: str) -> Callable[..., NoReturn]:
-    return _refused(name, f"{name} is not provided, because it has nothing to distribute; use {instead}")
-
+_NOT_PROVIDED = "is not provided, because it has nothing to distribute; use"
 
 custom_op = _refused("custom_op", "custom operators are codelets of IPUs; write a torch.autograd.Function instead")
-ctc_beam_search_decoder = _not_provided("ctc_beam_search_decoder", "torchaudio.models.decoder.ctc_decoder")
-fps = _not_provided("fps", "torch_cluster.fps")
-nearest = _not_provided("nearest", "torch_cluster.nearest")
+ctc_beam_search_decoder = _refused(
+    "ctc_beam_search_decoder", f"ctc_beam_search_decoder {_NOT_PROVIDED} torchaudio.models.decoder.ctc_decoder"
+)
+fps = _refused("fps", f"fps {_NOT_PROVIDED} torch_cluster.fps")
+load = _refused(
+    "load",
+    "files of whole models are not read; make the model as the program that saved it does, and load its state_dict, or "
+    "restore the training with strategies.Checkpoints(folder, training.trainer)",
+)
+nearest = _refused("nearest", f"nearest {_NOT_PROVIDED} torch_cluster.nearest")

@@ -1,38 +1,44 @@
-"""PopTorch's options of a model, alone and under poprun."""
+"""PopTorch's options of a model: a table of all of them, and the objects that read it."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from functools import cached_property
+from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
-import popdist
+import strategies.compat.poptorch.names as names
 from strategies.argument_checks import at_least, positive
 from strategies.compat.poptorch.blocks import ExecutionStrategy
-from strategies.compat.poptorch.enums import CommGroupType, OutputMode
-from strategies.compat.poptorch.errors import ConfigFileError
-from strategies.compat.poptorch.option_groups import (
-    JitOptions,
-    OptionGroup,
-    PopartOptions,
-    PrecisionOptions,
-    TensorLocationOptions,
-    TrainingOptions,
+from strategies.compat.poptorch.names import (
+    NO_COMPILER,
+    NO_IPU,
+    ONE_MEMORY,
+    RECORDED,
+    Anchor,
+    CommGroupType,
+    ConfigFileError,
+    HalfFloatCastingBehavior,
+    MeanReductionStrategy,
+    OutputMode,
+    ReductionType,
+    Rows,
+    Settable,
+    TableRow,
+    anything,
+    log_once,
+    refused,
+    switch,
 )
-from strategies.compat.poptorch.options_file import set_from_line, set_from_value
-from strategies.compat.poptorch.outputs import Anchor
-from strategies.compat.poptorch.profiling import folder_wanted, record_job, recording_into, tell_too_late
-from strategies.compat.poptorch.without_effect import NO_COMPILER, NO_IPU, Accepted, Refused, methods_of
+from strategies.compat.poptorch.operations import Policy
+from strategies.data.randomness import of_program
 from strategies.errors import FailedPreconditionError, StrategyError
-from strategies.job_strategies import PopDistStrategy
-from strategies.local_strategy import LocalStrategy
+from strategies.job_strategies import LocalStrategy, PopDistStrategy
 from strategies.strategy import Strategy
 
 COMPILED_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
@@ -40,29 +46,271 @@ COMPILED_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
 
 logger = logging.getLogger("strategies.torch.poptorch")
 
+# ---- accepted values
+
+
+def _gradients(name: str, value: ReductionType) -> ReductionType:
+    if value not in (ReductionType.Sum, ReductionType.Mean):
+        raise ValueError(f"the reduction of gradients is {value!r}; use ReductionType.Sum or .Mean")
+    return ReductionType(value)
+
+
+def _stages(name: str, value: object) -> ExecutionStrategy:
+    if not isinstance(value, ExecutionStrategy):
+        raise TypeError(f"{value!r} is not an execution strategy; use poptorch.PipelinedExecution(...)")
+    return value
+
+
+def _own_rows(input_group_size: int, input_group_type: CommGroupType) -> int:
+    """Return the size of groups of replicas with the same rows; refuse groups of several replicas."""
+    if CommGroupType(input_group_type) is CommGroupType.All:
+        raise ValueError("replicas with the same rows compute the same result; use CommGroupType.NoGrouping")
+    if CommGroupType(input_group_type) is not CommGroupType.NoGrouping and input_group_size != 1:
+        raise StrategyError(
+            f"groups of {input_group_size} replicas should get the same rows, but every replica has its own rows "
+            "here; repeat the rows in the data set, or use CommGroupType.NoGrouping"
+        )
+    return input_group_size
+
+
+def _without_lists(name: str, value: object) -> Policy | None:
+    if value is not None and not isinstance(value, Policy):
+        raise TypeError(f"the policy is {value!r}; give poptorch.autocasting.Policy(), or None")
+    if value is not None and value.lists:
+        raise StrategyError(
+            f"the policy lists operators ({', '.join(value.lists)}), but torch.autocast has its own list for CPUs; "
+            "leave the policy out, and cast in the model"
+        )
+    return value
+
+
+def _upcast(name: str, value: HalfFloatCastingBehavior) -> HalfFloatCastingBehavior:
+    if value is HalfFloatCastingBehavior.FloatDowncastToHalf:
+        raise StrategyError(
+            "PyTorch promotes float16 and float32 to float32, but FloatDowncastToHalf would do the opposite; cast in "
+            "the model, or use HalfUpcastToFloat"
+        )
+    return value
+
+
+def _location(name: str, value: object) -> TensorLocationSettings:
+    if not isinstance(value, TensorLocationSettings):
+        raise TypeError(
+            f"the location is {value!r}; give poptorch.TensorLocationSettings(), for example with "
+            ".useReplicatedTensorSharding()"
+        )
+    return value
+
+
+# ---- the table
 
 _BY_HAND = "processes cannot be numbered by hand; start them with poprun, and use popdist.poptorch.Options()"
 
 
-def _decided(call: str, what: str) -> Refused:
+def _decided(call: str, what: str) -> TableRow:
+    """Return the row of a method that poprun makes needless. As in the original, the error is a RuntimeError."""
     words = f"Cannot call `{call}` with popdist.poptorch.Options: poprun has decided {what}"
-    return Refused(words, FailedPreconditionError)
+    return refused(words, FailedPreconditionError)
+
+
+_OF_NUMBERS = {
+    "accumulationAndReplicationReductionType": "Options.Training.accumulationAndReplicationReductionType",
+    "accumulationFactor": "Options.Training.gradientAccumulation",
+    "automaticLossScalingSettings.enabled": "Options.Training.setAutomaticLossScaling",
+    "enableFloatingPointChecks": "Options.Precision.enableFloatingPointExceptions",
+    "enableGradientAccumulation": "Options.Training.gradientAccumulation",
+    "enableReplicatedGraphs": "Options.replicationFactor",
+    "globalReplicationFactor": "popdist.poptorch.Options() under poprun",
+    "groupNormStridedChannelGrouping": "torch.nn.GroupNorm as it is, which groups neighbouring channels",
+    "meanAccumulationAndReplicationReductionStrategy": (
+        "Options.Training.setMeanAccumulationAndReplicationReductionStrategy"
+    ),
+    "replicatedGraphCount": "Options.replicationFactor",
+}
+"""Options of the compiler that change results of training, with their replacements."""
+_AHEAD = TableRow("value", "batches that a DataLoader makes ahead", positive, "buffers")
+_REDUCTION = TableRow(
+    "reduction_type",
+    "reduction of gradients over micro-batches and replicas",
+    _gradients,
+    "reduction",
+    ReductionType.Mean,
+)
+
+TABLE: dict[str, Rows] = {
+    "Options": {
+        "anchorMode": TableRow(None, "older name of outputMode", anything, "output_mode", OutputMode.Default),
+        "anchorTensor": TableRow(None, "tensors that getAnchoredTensor returns", anything, "anchors", {}),
+        "appendToLocationExcludes": TableRow(lambda *excludes: excludes, NO_COMPILER),
+        "autoRoundNumIPUs": TableRow(lambda auto_round_num_ipus=True: auto_round_num_ipus, NO_IPU, switch),
+        "broadcastBuffers": TableRow(
+            lambda broadcast_buffers=True: broadcast_buffers, "buffers are equal on all instances", switch
+        ),
+        "connectionType": TableRow("connection_type", NO_IPU),
+        "deviceIterations": TableRow(
+            "device_iterations", "number of updates in a call", positive, "device_iterations", 1
+        ),
+        "disableModuleNamescope": TableRow(lambda: True, NO_COMPILER),
+        "enableExecutableCaching": TableRow(None, "folder of programs compiled by torch.compile", anything, "cache"),
+        "enableProfiling": TableRow(lambda profile_dir=None: profile_dir, RECORDED, level=logging.WARNING),
+        "enableStableNorm": TableRow("enabled", "PyTorch computes normalisations in two passes", switch),
+        "enableSyntheticData": TableRow("enabled", "data are not copied to a device", switch),
+        "inputReplicaGrouping": TableRow(_own_rows, "every replica has its own rows"),
+        "loadFromFile": refused(
+            "option files are not read; call the options of its lines in the program, or give them as JSON to from_json"
+        ),
+        "logCycleCount": TableRow("log_cycle_count", NO_IPU, switch),
+        "logDir": TableRow("log_dir", NO_COMPILER),
+        "maxRepeatLogs": TableRow("max_lines", "the log does not repeat lines"),
+        "modelName": TableRow("name", NO_COMPILER),
+        "outputMode": TableRow(
+            None, "micro-batches whose outputs a call returns", anything, "output_mode", OutputMode.Default
+        ),
+        "randomSeed": TableRow(None, "seed of random numbers and of shuffling", anything, "seed", 0),
+        "relaxOptimizerAttributesChecks": TableRow(lambda relax=True: relax, "all hyperparameters may change", switch),
+        "replicationFactor": TableRow(
+            "replication_factor", "number of replicas of this process", positive, "replication_factor", 1
+        ),
+        "setAvailableMemoryProportion": TableRow(
+            "available_memory_proportion", NO_IPU, lambda name, value: dict(value)
+        ),
+        "setExecutionStrategy": TableRow("strategy", "stages of a model", _stages, "execution_strategy"),
+        "showCompilationProgressBar": TableRow(lambda show=True: show, NO_COMPILER, switch),
+        "sourceLocationExcludes": TableRow("excludes", NO_COMPILER, lambda name, value: list(value)),
+        "syncPattern": TableRow("sync_pattern", NO_IPU),
+        "updatableNamedBuffers": TableRow("buffers", "buffers are read at every call", lambda name, value: list(value)),
+        "useIpuId": TableRow("ipu_id", NO_IPU),
+        "useIpuModel": TableRow("use_model", NO_IPU, switch),
+        "useOfflineIpuTarget": TableRow(lambda ipu_version=2: ipu_version, NO_IPU),
+    },
+    "Options.Training": {
+        "accumulationAndReplicationReductionType": _REDUCTION,
+        "accumulationReductionType": _REDUCTION,  # the name before PopTorch 2.3
+        "gradientAccumulation": TableRow(
+            "gradient_accumulation", "number of micro-batches in an update", positive, "gradient_accumulation", 1
+        ),
+        "setAutomaticLossScaling": TableRow(
+            "enabled", "dynamic scaling of losses, as by LossScaling", switch, "automatic_loss_scaling", False
+        ),
+        "setConvolutionDithering": TableRow("enabled", "convolutions are not spread over tiles", switch),
+        "setMeanAccumulationAndReplicationReductionStrategy": TableRow(
+            "mean_reduction_strategy",
+            "Post divides each loss by the number of micro-batches, Running rescales gradients before each",
+            lambda name, value: MeanReductionStrategy(value),
+            "mean_strategy",
+            MeanReductionStrategy.Post,
+        ),
+    },
+    "Options.Precision": {
+        "autocastEnabled": TableRow("autocast_enabled", "effect of poptorch.autocast", switch, "autocasts", True),
+        "autocastPolicy": TableRow("autocast_policy", "torch.autocast has its own list for CPUs", _without_lists),
+        "enableFloatingPointExceptions": TableRow(
+            "enabled", "NonFiniteGradientError for infinities and NaN", switch, "checks_numerics", False
+        ),
+        "enableStochasticRounding": TableRow("enabled", "PyTorch rounds to nearest, in float32", switch),
+        "halfFloatCasting": TableRow("half_float_casting", "PyTorch promotes float16 to float32", _upcast),
+        "runningStatisticsAlwaysFloat": TableRow("value", "buffers keep their dtypes", switch),
+        "setPartialsType": TableRow("dtype", "PyTorch chooses the dtype of partial sums"),
+    },
+    "Options.Jit": {"traceModel": TableRow("trace_model", "no model is traced: its forward runs as written", switch)},
+    "Options.TensorLocations": {
+        "numIOTiles": TableRow("num_tiles", NO_IPU),
+        "setAccumulatorLocation": TableRow("location", ONE_MEMORY, _location),
+        "setActivationLocation": TableRow("location", ONE_MEMORY, _location),
+        "setOptimizerLocation": TableRow("location", "sharding of the optimizer state", _location, "optimizer"),
+        "setWeightLocation": TableRow("location", ONE_MEMORY, _location),
+    },
+    "Options._Popart": {
+        "defaultBufferingDepth": _AHEAD,
+        "defaultPrefetchBufferingDepth": _AHEAD,
+        "set": TableRow(None, NO_COMPILER),
+        "setEngineOptions": TableRow("engine_options", f"{NO_COMPILER}; {RECORDED}", lambda name, value: dict(value)),
+        "setPatterns": TableRow(lambda patterns, level=2: dict(patterns), NO_COMPILER),
+        **{
+            key: refused(
+                f"Options._Popart.set({key!r}, ...) would change results of training and has no effect here; use "
+                f"{instead}"
+            )
+            for key, instead in _OF_NUMBERS.items()
+        },
+    },
+    "Options.Distributed": {
+        "configureProcessId": refused(_BY_HAND),
+        "disable": TableRow(lambda: True, "Options() has one process"),
+        "setEnvVarNames": refused(_BY_HAND),
+    },
+    "TensorLocationSettings": {
+        "minElementsForOffChip": TableRow("min_elements", ONE_MEMORY),
+        "minElementsForReplicatedTensorSharding": TableRow(
+            "min_elements",
+            "size of sharded tensors",
+            lambda name, value: positive("min_elements", value),
+            "min_elements",
+            32,
+        ),
+        "useIOTilesToLoad": TableRow(lambda use=True: use, NO_IPU, switch),
+        "useIOTilesToStore": TableRow(lambda use=True: use, NO_IPU, switch),
+        "useOnChipStorage": TableRow(lambda use=True: use, f"{ONE_MEMORY}, as useOnChipStorage(False) asks", switch),
+        "useReplicatedTensorSharding": TableRow(
+            lambda use=True: use, "sharding over replicas (Rajbhandari et al., ZeRO, 2020)", switch, "is_sharded", False
+        ),
+    },
+}
+"""PopTorch's options by their groups: accepted values, and the effect here or the reason for none."""
+TABLE["PopdistOptions"] = {
+    **TABLE["Options"],
+    "replicationFactor": _decided(
+        "replicationFactor", "the number of replicas of an instance; start it with another --num-replicas"
+    ),
+    "useIpuId": _decided("useIpuId", "the devices of an instance; leave it out"),
+}
+TABLE["PopdistOptions.Distributed"] = {
+    "configureProcessId": _decided("Distributed.configureProcessId", "which process this is; leave it out"),
+    "disable": _decided("Distributed.disable", "the number of processes; use poptorch.Options() for a single process"),
+    "setEnvVarNames": _decided("Distributed.setEnvVarNames", "which process this is; leave it out"),
+}
+
+# ---- the objects
+
+
+class OptionGroup(Settable):
+    """A group of options by its rows of the table."""
+
+    @property
+    def _rows(self) -> Rows:
+        return TABLE[self._title]
+
+
+class TensorLocationSettings(OptionGroup):
+    """Locations of tensors.
+
+    Example::
+
+        sharded = poptorch.TensorLocationSettings().useReplicatedTensorSharding()
+        options = poptorch.Options()
+        options.TensorLocations.setOptimizerLocation(sharded)
+    """
+
+    def __init__(self) -> None:
+        super().__init__("TensorLocationSettings")
+
+
+class PopartOptions(OptionGroup):
+    """Options of PopTorch's compiler, `Options._Popart`: all are accepted, and most have no effect."""
+
+    def set(self, key: str, value: object) -> PopartOptions:
+        """Accept an option by the row of its name; without a row it has no effect.
+
+        Raises:
+            StrategyError: If the option changes results of training; the message names its replacement.
+        """
+        return self._call(key, value) if key in self._rows else self._keep(key, value)
 
 
 class DistributedOptions(OptionGroup):
     """The processes of a job, `Options.Distributed`: poprun numbers them, and `popdist.poptorch.Options` reads that."""
 
-    _title = "Options.Distributed"
-    _methods = methods_of(
-        _title,
-        configureProcessId=Refused(_BY_HAND),
-        disable=Accepted(lambda: True, "Options() has one process"),
-        setEnvVarNames=Refused(_BY_HAND),
-    )
-
-    def __init__(self, options: Options) -> None:
-        super().__init__()
-        self._options = options
+    _options: Options
 
     @property
     def numProcesses(self) -> int:
@@ -75,27 +323,13 @@ class DistributedOptions(OptionGroup):
         return self._options.strategy.replicas.instance_index
 
 
-class DecidedDistributedOptions(DistributedOptions):
-    """The processes of `popdist.poptorch.Options`, all decided by poprun.
-
-    As in the original, every method raises FailedPreconditionError, which is a RuntimeError.
-    """
-
-    _methods = {
-        "configureProcessId": _decided("Distributed.configureProcessId", "which process this is; leave it out"),
-        "disable": _decided(
-            "Distributed.disable", "the number of processes; use poptorch.Options() for a single process"
-        ),
-        "setEnvVarNames": _decided("Distributed.setEnvVarNames", "which process this is; leave it out"),
-    }
-
-
 class Options(OptionGroup):
-    """The options of a model. Every setter returns the object, so calls can be chained; print it to see what is set.
+    """The options of a model. Every setter returns the object, so calls can be chained; print it to see all of them.
 
-    Semantics: PopTorch's options of the same names. Options without a meaning here are accepted, with one line in the
-    log (INFO). `POPTORCH_DEFAULT_OPTIONS` in the environment is a JSON object of options for `from_json`.
-    `POPTORCH_CACHE_DIR` is a folder for `enableExecutableCaching`.
+    Semantics: PopTorch's options of the same names, whose groups are `Training`, `Precision`, `Jit`, `TensorLocations`,
+    `Distributed` and `_Popart`. Options without a meaning here are accepted, with one line in the log (INFO).
+    `POPTORCH_DEFAULT_OPTIONS` in the environment is a JSON object of options for `from_json`. `POPTORCH_CACHE_DIR` is a
+    folder for `enableExecutableCaching`.
 
     Example::
 
@@ -103,69 +337,23 @@ class Options(OptionGroup):
         options.Training.gradientAccumulation(8)
     """
 
-    _methods = methods_of(
-        "Options",
-        appendToLocationExcludes=Accepted(lambda *excludes: excludes, NO_COMPILER),
-        autoRoundNumIPUs=Accepted(lambda auto_round_num_ipus=True: auto_round_num_ipus, NO_IPU, True),
-        broadcastBuffers=Accepted(
-            lambda broadcast_buffers=True: broadcast_buffers,
-            "buffers are equal on all instances after each update",
-            True,
-        ),
-        connectionType=Accepted(lambda connection_type: connection_type, NO_IPU),
-        disableModuleNamescope=Accepted(lambda: True, NO_COMPILER),
-        enableStableNorm=Accepted(lambda enabled: enabled, "PyTorch computes normalisations in two passes", True),
-        enableSyntheticData=Accepted(lambda enabled: enabled, "data are not copied to a device", True),
-        logCycleCount=Accepted(lambda log_cycle_count: log_cycle_count, NO_IPU, True),
-        logDir=Accepted(lambda log_dir: log_dir, NO_COMPILER),
-        maxRepeatLogs=Accepted(lambda max_lines: max_lines, "the log does not repeat lines"),
-        modelName=Accepted(lambda name: name, NO_COMPILER),
-        relaxOptimizerAttributesChecks=Accepted(lambda relax=True: relax, "all hyperparameters may change", True),
-        setAvailableMemoryProportion=Accepted(
-            lambda available_memory_proportion: dict(available_memory_proportion), NO_IPU
-        ),
-        showCompilationProgressBar=Accepted(lambda show=True: show, NO_COMPILER, True),
-        sourceLocationExcludes=Accepted(lambda excludes: list(excludes), NO_COMPILER),
-        syncPattern=Accepted(lambda sync_pattern: sync_pattern, NO_IPU),
-        updatableNamedBuffers=Accepted(lambda buffers: list(buffers), "buffers of the module are read at every call"),
-        useIpuId=Accepted(lambda ipu_id: ipu_id, NO_IPU),
-        useIpuModel=Accepted(lambda use_model: use_model, NO_IPU, True),
-        useOfflineIpuTarget=Accepted(lambda ipu_version=2: ipu_version, NO_IPU),
-    )
-
-    device_iterations = 1
-    replication_factor = 1
-    output_mode = OutputMode.Default
     output_every = 1
-    seed = 0
-    execution_strategy: ExecutionStrategy | None = None
-    anchors: Mapping[str, Anchor] = MappingProxyType({})
-
-    Training: TrainingOptions
-    Precision: PrecisionOptions
-    Jit: JitOptions
-    TensorLocations: TensorLocationOptions
-    _Popart: PopartOptions
-    _groups = {
-        "Training": TrainingOptions,
-        "Precision": PrecisionOptions,
-        "Jit": JitOptions,
-        "TensorLocations": TensorLocationOptions,
-        "_Popart": PopartOptions,
-    }
-    _distributed_kind = DistributedOptions
+    _strategy: Strategy | None = None
 
     def __init__(self) -> None:
-        super().__init__()
-        self._strategy: Strategy | None = None
+        super().__init__(self._title)
+        distributed = DistributedOptions(f"{self._title}.Distributed")
+        distributed._options = self
+        groups = {
+            **{name: OptionGroup(f"Options.{name}") for name in ("Training", "Precision", "Jit", "TensorLocations")},
+            **{"_Popart": PopartOptions("Options._Popart"), "Distributed": distributed},
+        }
+        vars(self).update(groups, _groups=groups)
         if folder := os.environ.get("POPTORCH_CACHE_DIR"):
             self.enableExecutableCaching(folder)
+        if "autoReport." in os.environ.get("POPLAR_ENGINE_OPTIONS", ""):
+            log_once("POPLAR_ENGINE_OPTIONS", RECORDED, logging.WARNING)
         self.from_json(os.environ.get("POPTORCH_DEFAULT_OPTIONS") or "{}")
-
-    @cached_property
-    def Distributed(self) -> DistributedOptions:
-        """The processes of the job."""
-        return self._distributed_kind(self)
 
     @property
     def strategy(self) -> Strategy:
@@ -175,19 +363,13 @@ class Options(OptionGroup):
         return self._strategy
 
     def _new_strategy(self) -> Strategy:
-        folder = folder_wanted(os.environ, self._Popart.engine_options)
-        attached = () if folder is None else recording_into(folder, self.replication_factor)
-        return LocalStrategy(self.replication_factor, attached=attached)
-
-    def deviceIterations(self, device_iterations: int) -> Options:
-        """Set the number of updates, or of inference batches, of a call."""
-        count = positive("deviceIterations", device_iterations)
-        return self._set("deviceIterations", count, device_iterations=count)
+        return LocalStrategy(self.replication_factor)
 
     def replicationFactor(self, replication_factor: int) -> Options:
         """Set the number of replicas of this process."""
-        count = positive("replicationFactor", replication_factor)
-        return self._set("replicationFactor", count, replication_factor=count, _strategy=None)
+        self._call("replicationFactor", replication_factor)
+        self._strategy = None
+        return self
 
     def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Options:
         """Set which outputs a call returns.
@@ -206,7 +388,7 @@ class Options(OptionGroup):
             )
         every = positive("output_return_period", output_return_period or 1)
         said = mode.name if mode is not OutputMode.EveryN else (mode.name, every)
-        return self._set("outputMode", said, output_mode=mode, output_every=every)
+        return self._keep("outputMode", said, output_mode=mode, output_every=every)
 
     anchorMode = outputMode  # the name before PopTorch 2.3
 
@@ -231,8 +413,7 @@ class Options(OptionGroup):
         """
         mode = None if output_mode is None else OutputMode(output_mode)
         every = positive("output_return_period", output_return_period or 1)
-        anchors = {**self.anchors, short_name: Anchor(long_name, mode, every)}
-        return self._set(f"anchorTensor({short_name!r})", long_name, anchors=anchors)
+        return self._keep("anchorTensor", {**self.anchors, short_name: Anchor(long_name, mode, every)})
 
     def randomSeed(self, random_seed: int) -> Options:
         """Set the seed of random numbers and of shuffling; 0 by default.
@@ -240,47 +421,35 @@ class Options(OptionGroup):
         As in PopTorch, this also seeds PyTorch itself, so modules made afterwards start with the same numbers.
         """
         seed = at_least(0, "randomSeed", random_seed)
-        self._set("randomSeed", seed, seed=seed)
-        torch.manual_seed(seed)
+        self._keep("randomSeed", seed)
+        with of_program.drawing():  # a thread that reads elements seeds PyTorch for each, and restores its state
+            torch.manual_seed(seed)
         return self
 
-    def setExecutionStrategy(self, strategy: ExecutionStrategy) -> Options:
-        """Set the strategy that makes stages of blocks and orders their work."""
-        if not isinstance(strategy, ExecutionStrategy):
-            raise TypeError(f"{strategy!r} is not an execution strategy; use poptorch.PipelinedExecution(...)")
-        return self._set("setExecutionStrategy", strategy, execution_strategy=strategy)
-
-    def loadFromFile(self, filepath: str | Path) -> Options:
-        """Set the options in the lines of a file, written as in a program without "options.": `deviceIterations(4)`.
-
-        No code runs: values are literals, members of PopTorch's enumerations, dtypes, stages and strategies.
-
-        Raises:
-            ConfigFileError: If a line is not an option; the message names the line.
-        """
-        for number, line in enumerate(Path(filepath).read_text(encoding="utf-8").splitlines(), 1):
-            if not line.strip() or line.lstrip().startswith("#"):
-                continue
-            try:
-                set_from_line(self, line.strip())
-            except (SyntaxError, NameError, AttributeError, TypeError, ValueError, RecursionError) as error:
-                said = getattr(error, "msg", error)
-                raise ConfigFileError(
-                    f"line {number} of {filepath} is {line.strip()!r}: {said}; write it as in a program, without "
-                    "'options.': deviceIterations(4)"
-                ) from error
-        return self
+    def enableExecutableCaching(self, path: str | Path) -> Options:
+        """Keep the programs that `torch.compile` makes in a folder; nothing else is compiled."""
+        folder = str(Path(path).absolute())
+        os.environ[COMPILED_BY_TORCH] = folder
+        logger.info("%s keeps programs compiled by torch.compile; nothing else is compiled", folder)
+        return self._keep("enableExecutableCaching", str(path))
 
     def from_json(self, string: str) -> Options:
         """Set the options of a JSON object such as `{"Precision.enableFloatingPointExceptions": true}`.
+
+        A list holds several arguments. "OutputMode.All" is the member of an enumeration.
 
         Raises:
             ConfigFileError: If the text is not a JSON object, or a name is not an option.
         """
         try:
             for name, value in json.loads(string).items():
-                set_from_value(self, name, value)
-        except (ValueError, AttributeError, NameError, TypeError, RecursionError) as error:
+                group, _, method = name.rpartition(".")
+                owner = self._groups.get(group) if group else self
+                if owner is None or method not in owner._rows:
+                    raise AttributeError(f"{name} is not an option")
+                arguments = value if isinstance(value, list) else [value]
+                getattr(owner, method)(*map(_enum_named, arguments))
+        except (ValueError, AttributeError, TypeError, RecursionError) as error:
             raise ConfigFileError(
                 f'{string[:200]!r} is not JSON of options: {error}; write {{"Training.gradientAccumulation": 4}}'
             ) from error
@@ -289,7 +458,7 @@ class Options(OptionGroup):
     def clone(self) -> Options:
         """Return a copy that can be changed. It shares the replicas until their number is set."""
         clone = self._copied()
-        vars(clone).pop("Distributed", None)  # it refers to the original; the clone's replicas may change
+        clone.Distributed._options = clone
         return clone
 
     __copy__ = clone
@@ -297,54 +466,8 @@ class Options(OptionGroup):
     def __deepcopy__(self, memory: object) -> Options:
         return self.clone()
 
-    @classmethod
-    def _options_known(cls) -> Iterator[str]:
-        yield from super()._options_known()
-        yield from (f"Distributed.{name}" for name in cls._distributed_kind._methods)
-
-    def __repr__(self) -> str:
-        return super().__repr__().replace(self._title, type(self).__name__, 1)
-
     def __getstate__(self) -> Mapping[str, Any]:
-        kept = {name: value for name, value in vars(self).items() if name != "Distributed"}  # it refers to the strategy
-        return {**kept, "_strategy": None}
-
-    def inputReplicaGrouping(self, input_group_size: int, input_group_type: CommGroupType) -> Options:
-        """Accept that each replica has its own rows; refuse groups of replicas with the same rows.
-
-        Raises:
-            StrategyError: For groups of several replicas.
-            ValueError: For one group of all replicas, as in PopTorch.
-        """
-        if CommGroupType(input_group_type) is CommGroupType.All:
-            raise ValueError("replicas with the same rows compute the same result; use CommGroupType.NoGrouping")
-        if CommGroupType(input_group_type) is not CommGroupType.NoGrouping and input_group_size != 1:
-            raise StrategyError(
-                f"groups of {input_group_size} replicas should get the same rows, but every replica has its own rows "
-                "here; repeat the rows in the data set, or use CommGroupType.NoGrouping"
-            )
-        return self._accept("inputReplicaGrouping", input_group_size, "every replica has its own rows")
-
-    def enableExecutableCaching(self, path: str | Path) -> Options:
-        """Keep the programs that `torch.compile` makes in a folder; nothing else is compiled."""
-        folder = str(Path(path).absolute())
-        os.environ[COMPILED_BY_TORCH] = folder
-        logger.info("%s keeps programs compiled by torch.compile; nothing else is compiled", folder)
-        return self._set("enableExecutableCaching", str(path))
-
-    def enableProfiling(self, profile_dir: str | Path | None = None) -> Options:
-        """Record each step into a folder; the log says how to open it. `POPLAR_ENGINE_OPTIONS` has precedence.
-
-        Args:
-            profile_dir: Folder; None for the current folder.
-        """
-        folder = str(profile_dir or ".")
-        self._Popart.setEngineOptions({**self._Popart.engine_options, "autoReport.directory": folder})
-        return self._set("enableProfiling", folder, _strategy=self._recorded())
-
-    def _recorded(self) -> Strategy | None:
-        """Return the strategy that profiling needs; None to make one on first use."""
-        return None
+        return {**vars(self), "_strategy": None}  # another process has other replicas
 
 
 class PopdistOptions(Options):
@@ -355,11 +478,7 @@ class PopdistOptions(Options):
             made as they are needed.
     """
 
-    _distributed_kind = DecidedDistributedOptions
-    _methods = {
-        **Options._methods,
-        "useIpuId": _decided("useIpuId", "the devices of an instance; leave it out"),
-    }
+    _title = "PopdistOptions"
 
     def __init__(self, ipus_per_replica: int | None = None) -> None:
         super().__init__()
@@ -369,22 +488,19 @@ class PopdistOptions(Options):
 
     def _new_strategy(self) -> Strategy:
         """Return a strategy of all replicas of this job, also for options that were saved in another job."""
-        folder = folder_wanted(os.environ, self._Popart.engine_options)
-        if folder is not None and not popdist.isBackendInitialized():
-            record_job(folder)
         strategy = PopDistStrategy()
         vars(self)["replication_factor"] = len(strategy.replicas.local_replicas)
         return strategy
 
-    def _recorded(self) -> Strategy:
-        tell_too_late()
-        return self.strategy
 
-    def replicationFactor(self, replication_factor: int) -> Options:
-        """Refuse to change the number of replicas.
-
-        Raises:
-            FailedPreconditionError: Always, because poprun decides it.
-        """
-        what = "the number of replicas of an instance; start it with another --num-replicas"
-        _decided("replicationFactor", what).called("replicationFactor")
+def _enum_named(value: object) -> object:
+    """Return the member of an enumeration that a text names, or the value itself."""
+    if not isinstance(value, str) or value.count(".") != 1:
+        return value
+    kind, member = value.split(".")
+    found = getattr(names, kind, None)
+    if not (isinstance(found, type) and issubclass(found, Enum)):
+        return value
+    if member not in found.__members__:
+        raise AttributeError(f"poptorch.{value} is not a member of an enumeration of poptorch")
+    return found[member]

@@ -1,4 +1,4 @@
-"""The terms of a training, and programs as lines of text, which instances compare before a step.
+"""The terms of a training, and digests of pytrees, which instances compare before a step.
 
 A traced program is compared as lines of text that are equal whenever the same code was traced. JAX prints programs too,
 but it leaves out the values of arrays that they close over, and prints addresses of functions.
@@ -10,21 +10,63 @@ import enum
 import hashlib
 import itertools
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 import strategies.trees as trees
-from strategies.core.agreement import Terms
+from strategies.core.agreement import Digest, Terms, digest_of_arrays
 from strategies.data.datasets import DistributedDataset
-from strategies.jax.comparing.digest import digest_of
 from strategies.jax.programs.compilation import shapes_by_name
 from strategies.jax.programs.jaxpr import needed
-from strategies.jax.replicas.devices import is_key
+from strategies.jax.replicas.devices import borrow, is_key
 from strategies.late_jax import is_jax_array, jax
 from strategies.late_jax import jax_core as core
-from strategies.typing import Batch, Leaf, OptimizerState, Tree
+from strategies.typing import Batch, Leaf, OptimizerState, Tree, Variables
+
+
+def host_arrays(tree: Tree) -> dict[str, np.ndarray]:
+    """Return the arrays of a tree on the host by their paths, on CPUs without a copy. Random keys become numbers."""
+    return {
+        trees.keystr(path): borrow(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+        for path, leaf in trees.leaves_with_path(tree)
+    }
+
+
+def digest_of(tree: Tree) -> Digest:
+    """Return `digest_of_arrays` of the arrays of a tree, which may be random keys."""
+    return digest_of_arrays(host_arrays(tree).values())
+
+
+def flip_bit(variables: Variables) -> Tree:
+    """Return the variables with one bit flipped in the middle of one number, for planted faults."""
+    leaves, structure = trees.flatten(variables)
+    changed = np.array(leaves[0])
+    changed.reshape(-1).view(np.uint8)[changed.itemsize // 2] ^= 1
+    return trees.unflatten(structure, [jax.device_put(changed, next(iter(leaves[0].devices()))), *leaves[1:]])
+
+
+def fingerprint(variables: Variables) -> str:
+    """Return the SHA-256 of the bits of all leaves, in tree order, as 64 hexadecimal digits.
+
+    Args:
+        variables: Pytree of arrays, or of tensors of PyTorch on any device.
+    """
+    digest = hashlib.sha256()
+    for leaf in trees.leaves(variables):
+        digest.update(_bytes_of(leaf))
+    return digest.hexdigest()
+
+
+def _bytes_of(leaf: Tree) -> bytes:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(leaf, torch.Tensor):  # NumPy converts no bfloat16, and nothing on a device
+        on_host = leaf.detach().cpu().resolve_conj().resolve_neg()
+        return bytes(on_host.reshape(-1).view(torch.uint8).numpy())
+    return np.asarray(leaf).tobytes()
+
 
 _FEW = 4  # elements of an array that are shown; a larger array is shown as a digest
 _PLAIN = (bool, int, float, complex, str, bytes, np.dtype, np.generic, enum.Enum, type(None))

@@ -17,8 +17,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from strategies.jax.feeds.infeed import InfeedQueue
-from strategies.jax.programs.feed_program import CHUNK, Enqueued, FeedProgram
-from strategies.jax.programs.host_calls import calls_host
+from strategies.jax.programs.feed_program import CHUNK, Enqueued, FeedProgram, calls_host
 from strategies.typing import Number, Tree
 
 HOLD_S = 0.05
@@ -28,7 +27,6 @@ Values = Sequence[jax.Array]
 Shapes = Sequence[jax.ShapeDtypeStruct]
 Condition = Callable[..., jax.Array]
 GoesOn = Callable[[jax.Array, Values], jax.Array]
-_Take = Callable[[int, int], list[ArrayLike]]
 _Array = TypeVar("_Array", jax.Array, np.ndarray)
 
 
@@ -107,9 +105,7 @@ class Iteration:
         if self.collected or (condition is None and self.infeed is not None and self.reads_ahead):
             left = None if condition is not None else lambda number: count - number
             return self._run_in_chunks(goes_on, constants, token, leaves, left)
-        return self._run_singly(goes_on, constants, token, leaves)
 
-    def _run_singly(self, goes_on: GoesOn, constants: Values, token: jax.Array, leaves: Values) -> Values:
         def iterate(
             carry: tuple[jax.Array, jax.Array, list[jax.Array]],
         ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
@@ -144,11 +140,11 @@ class Iteration:
         most = CHUNK
         if self.infeed is not None:
             most = 1 if left is None else min(self.infeed.prefetch_depth, CHUNK)
-        exchange = _Exchange(self.program, self.infeed, self.collected, most)
+        pace = _Pace(most)
 
         def chunk(start: _Carry) -> _Carry:
             wanted = jnp.where(start.goes, most if left is None else left(start.number), 0)
-            ready, token, elements = exchange(start.token, wanted, start.held, start.buffers)
+            ready, token, elements = self._exchanged(start, wanted, most, pace)
 
             def iterate(state: _Carry) -> _Carry:
                 place = state.number - start.number
@@ -176,6 +172,52 @@ class Iteration:
             _Carry(first, goes_on(first, leaves), token, list(leaves), jnp.int32(0), buffers),
         )
         return [end.token, *end.leaves]
+
+    def _exchanged(
+        self, start: _Carry, wanted: jax.Array, most: int, pace: _Pace
+    ) -> tuple[jax.Array, jax.Array, Values]:
+        """Add the call into Python between iterations to the program that is traced.
+
+        Values leave first, because elements may have to be awaited.
+
+        Args:
+            start: State between the iterations, with the values enqueued since the last call.
+            wanted: Least number of iterations that the program will still make, an int32 scalar.
+            most: Largest number of iterations until the next call.
+            pace: Number of iterations that each replica may run before it hands over values.
+
+        Returns:
+            The number of iterations until the next call, the token, and the elements for these iterations,
+            `[most, *shape]`.
+        """
+        program, infeed, collected = self.program, self.infeed, self.collected
+
+        def call() -> tuple[jax.Array, jax.Array, Values]:
+            with program.inside(start.token):
+                if infeed is not None and not collected:
+                    ready, elements = infeed.dequeue_some(most, wanted)
+                    return ready, program.token, elements
+                take = None if infeed is None else infeed.taker(program, most)
+                shapes = [jax.ShapeDtypeStruct((), np.int32)] if infeed is None else infeed.shapes(most)
+
+                def exchange(replica: int, left: np.ndarray, done: np.ndarray, *values: np.ndarray) -> list[ArrayLike]:
+                    allowed = pace.after(replica, int(done))
+                    for place in range(int(done)):
+                        for put, arrays in _divided(collected, values):
+                            put(replica, [np.array(array[place]) for array in arrays])
+                    count = min(int(left), allowed)
+                    taken: list[ArrayLike] = [np.int32(count)] if take is None else take(replica, count)
+                    pace.begin(replica)
+                    return taken
+
+                ready, *elements = program.call(exchange, shapes, [wanted, start.held, *start.buffers])
+                return ready, program.token, elements
+
+        if infeed is not None:
+            return call()
+        # Without an infeed no call is needed before the first iteration.
+        ready, behind = jax.lax.cond(start.held > 0, lambda: call()[:2], lambda: (jnp.int32(1), start.token))
+        return ready, behind, []
 
     def _evaluate(
         self, constants: Values, token: jax.Array, number: jax.Array, element: Values, leaves: Values
@@ -229,74 +271,6 @@ def differentiable(iteration: Iteration, count: int) -> Callable[..., Values]:
         return jax.jvp(scanned, primals, tangents)
 
     return repeated
-
-
-@dataclass(frozen=True)
-class _Exchange:
-    """The call into Python between iterations: values leave, then elements come."""
-
-    program: FeedProgram
-    infeed: InfeedQueue | None
-    collected: Sequence[Enqueued]
-    most: int
-
-    def __call__(
-        self, token: jax.Array, wanted: jax.Array, held: jax.Array, buffers: Values
-    ) -> tuple[jax.Array, jax.Array, Values]:
-        """Add the call to the program that is traced.
-
-        Args:
-            token: Token of the last feed.
-            wanted: Least number of iterations that the program will still make, an int32 scalar.
-            held: Number of iterations made since the last call, an int32 scalar.
-            buffers: Values enqueued in them, `[most, *shape]`.
-
-        Returns:
-            The number of iterations until the next call, the token, and the elements for these iterations,
-            `[most, *shape]`.
-        """
-
-        def call() -> tuple[jax.Array, jax.Array, Values]:
-            with self.program.inside(token):
-                ready, *elements = self._call(wanted, held, buffers)
-                return ready, self.program.token, elements
-
-        if self.infeed is not None:
-            return call()
-        # Without an infeed no call is needed before the first iteration.
-        ready, behind = jax.lax.cond(held > 0, lambda: call()[:2], lambda: (jnp.int32(1), token))
-        return ready, behind, []
-
-    def _call(self, wanted: jax.Array, held: jax.Array, buffers: Values) -> Values:
-        if not self.collected:
-            assert self.infeed is not None
-            count, elements = self.infeed.dequeue_some(self.most, wanted)
-            return [count, *elements]
-        shapes = [jax.ShapeDtypeStruct((), np.int32)]
-        take: _Take = _allow
-        if self.infeed is not None:
-            take, shapes = self.infeed.taker(self.program, self.most), self.infeed.shapes(self.most)
-        return self.program.call(self._exchange(take), shapes, [wanted, held, *buffers])
-
-    def _exchange(self, take: _Take) -> Callable[..., list[ArrayLike]]:
-        """Return the function that the program calls. Values leave first, because elements may have to be awaited."""
-        pace, collected = _Pace(self.most), self.collected
-
-        def exchange(replica: int, wanted: np.ndarray, held: np.ndarray, *buffers: np.ndarray) -> list[ArrayLike]:
-            allowed = pace.after(replica, int(held))
-            for place in range(int(held)):
-                for put, arrays in _divided(collected, buffers):
-                    put(replica, [np.array(array[place]) for array in arrays])
-            taken = take(replica, min(int(wanted), allowed))
-            pace.begin(replica)
-            return taken
-
-        return exchange
-
-
-def _allow(replica: int, count: int) -> list[ArrayLike]:
-    """Return the number of iterations, in place of elements, if there is no infeed."""
-    return [np.int32(count)]
 
 
 class _Pace:

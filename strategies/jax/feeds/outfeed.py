@@ -1,25 +1,194 @@
-"""The outfeed: values that leave a compiled program while it runs."""
+"""The outfeed: values that leave a compiled program while it runs, combined iteration by iteration."""
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from typing_extensions import override
 
-from strategies.data.replication import Replication, is_in_program
+from strategies.data.layout import Replication, is_in_program
 from strategies.errors import FeedError
-from strategies.jax.feeds.outfeed_rounds import AllRounds, Iteration, LastRound
-from strategies.jax.programs.feed_program import Put, current_program
-from strategies.jax.programs.xla_pitfalls import refuse_float64
+from strategies.jax.programs.feed_program import current_program
+from strategies.jax.programs.xla_pitfalls import check_no_float64
 from strategies.jax.replicas.devices import is_key
 from strategies.jax.replicas.variables import MirroredVariable
 from strategies.typing import Tree
+
+Iteration = tuple[int, ...]
+"""The numbers of the iterations of the loops around an `enqueue`, outermost first; empty outside of loops."""
+
+Value = list[np.ndarray]
+
+KEPT = 8
+"""The number of values kept for a replica that is ahead of others, if only the last round is kept."""
+
+
+class Rounds(ABC):
+    """The values that replicas have enqueued; a round is one value of each replica, all from one iteration.
+
+    The queue calls `put` under its lock, in any order of replicas, and `end` after each program. A `put` that raises
+    drops its value; complete rounds stay.
+
+    Args:
+        replicas: Global indices of the local replicas.
+    """
+
+    def __init__(self, replicas: range) -> None:
+        self._replicas = replicas
+
+    @property
+    @abstractmethod
+    def is_waiting(self) -> bool:
+        """Whether values wait to be taken."""
+
+    @abstractmethod
+    def put(self, place: int, iteration: Iteration, value: Value) -> None:
+        """Add a value of the local replica number `place`.
+
+        Raises:
+            FeedError: Another replica has enqueued its value in another iteration.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """Drop the values that only some replicas have enqueued. Called when all have finished their program.
+
+        Raises:
+            FeedError: There were such values.
+        """
+
+    def _difference(self, place: int, has: str, other: int, others: str) -> FeedError:
+        return FeedError(
+            f"replica {self._replicas[place]} has enqueued {has}, but replica {self._replicas[other]} {others}, so "
+            "their unmatched values are dropped; have all replicas enqueue an outfeed in the same iterations, and mark "
+            "the values that do not count"
+        )
+
+
+class AllRounds(Rounds):
+    """All rounds until they are taken."""
+
+    def __init__(self, replicas: range) -> None:
+        super().__init__(replicas)
+        self._waiting: list[deque[tuple[Iteration, Value]]] = [deque() for _ in replicas]
+        self._agreed: float = math.inf  # number of rounds before replicas differ
+
+    @property
+    @override
+    def is_waiting(self) -> bool:
+        return any(self._waiting)
+
+    def __len__(self) -> int:
+        """Return the number of complete rounds."""
+        return min(map(len, self._waiting))
+
+    def take(self) -> list[Value]:
+        """Return, and remove, the first round."""
+        self._agreed -= 1
+        return [values.popleft()[1] for values in self._waiting]
+
+    @override
+    def put(self, place: int, iteration: Iteration, value: Value) -> None:
+        number = len(self._waiting[place])
+        if number >= self._agreed:
+            return
+        for other, values in enumerate(self._waiting):
+            if len(values) > number and values[number][0] != iteration:
+                theirs = values[number][0]
+                self._agreed = number
+                self._keep(number)
+                raise self._difference(place, f"in {_named(iteration)}", other, f"in {_named(theirs)}")
+        self._waiting[place].append((iteration, value))
+
+    @override
+    def end(self) -> None:
+        counts = [len(values) for values in self._waiting]
+        most, least = counts.index(max(counts)), counts.index(min(counts))
+        rest = list(self._waiting[most])[min(counts) :]
+        self._keep(min(counts))
+        self._agreed = math.inf
+        if rest:
+            raise self._difference(most, f"in {_named(rest[0][0])}", least, "has not")
+
+    def _keep(self, count: int) -> None:
+        for values in self._waiting:
+            while len(values) > count:
+                values.pop()
+
+
+class LastRound(Rounds):
+    """The last round alone.
+
+    Attributes:
+        whole: Last complete round, or None.
+    """
+
+    def __init__(self, replicas: range) -> None:
+        super().__init__(replicas)
+        self.whole: list[Value] | None = None
+        self._newest = [deque([_NONE], KEPT) for _ in replicas]
+
+    @property
+    @override
+    def is_waiting(self) -> bool:
+        return False
+
+    @override
+    def put(self, place: int, iteration: Iteration, value: Value) -> None:
+        newest = _Newest(self._newest[place][-1].count + 1, iteration, value)
+        self._newest[place].append(newest)
+        found = [one for values in self._newest for one in values if one.moment == newest.moment]
+        if len(found) == len(self._newest):
+            self.whole = [one.value for one in found]
+            for values in self._newest:
+                while values[0].moment != newest.moment:
+                    values.popleft()
+
+    @override
+    def end(self) -> None:
+        newest = [values[-1] for values in self._newest]
+        self._newest = [deque([_NONE], KEPT) for _ in self._replicas]
+        moments = [one.moment for one in newest]
+        most, least = moments.index(max(moments)), moments.index(min(moments))
+        if most != least:
+            raise self._difference(most, str(newest[most]), least, str(newest[least]))
+
+
+@dataclass(frozen=True)
+class _Newest:
+    """The latest value of a replica, and the number of values that it has enqueued since its program began."""
+
+    count: int
+    iteration: Iteration
+    value: Value
+
+    @property
+    def moment(self) -> tuple[int, Iteration]:
+        """The number of the value and its iteration, which are equal on all replicas for one round."""
+        return self.count, self.iteration
+
+    def __str__(self) -> str:
+        last = f", the last one in {_named(self.iteration)}" if self.count else ""
+        return f"{self.count} values{last}"
+
+
+_NONE = _Newest(0, (), [])
+
+
+def _named(iteration: Iteration) -> str:
+    if not iteration:
+        return "its program"
+    return f"iteration {iteration[0] if len(iteration) == 1 else iteration}"
 
 
 class OutfeedMode(Enum):
@@ -120,7 +289,7 @@ class OutfeedQueue:
         program.outfeeds.add(id(self))
         with_values = jax.tree.map(lambda leaf: leaf.value if isinstance(leaf, MirroredVariable) else leaf, tensors)
         leaves, structure = jax.tree.flatten(with_values)
-        values = [jax.lax.stop_gradient(jnp.asarray(leaf)) for leaf in refuse_float64(leaves, "outfeed")]
+        values = [jax.lax.stop_gradient(jnp.asarray(leaf)) for leaf in check_no_float64(leaves, "outfeed")]
         if not values:
             raise ValueError("an outfeed got no array to enqueue; give it an array, or a pytree of arrays")
         for value in values:
@@ -134,20 +303,17 @@ class OutfeedQueue:
         layout = _Layout(program.replication, structure, shapes)
         with self._lock:
             self._expect(layout)
-        program.put(self._receiver(layout, program.meets), [program.iteration, *values])
-
-    def _receiver(self, layout: _Layout, meets: Callable[[object], None]) -> Put:
         # A program may outlive the queue, and must not keep values that cannot be dequeued.
-        queue = weakref.ref(self)
+        queue, meets = weakref.ref(self), program.meets
 
         def receive(replica: int, arrays: list[np.ndarray]) -> None:
             receiver = queue()
             if receiver is not None:
                 meets(receiver)
-                iteration, *values = arrays
-                receiver._put(layout, replica, tuple(iteration.tolist()), values)
+                iteration, *received = arrays
+                receiver._put(layout, replica, tuple(iteration.tolist()), received)
 
-        return receive
+        program.put(receive, [program.iteration, *values])
 
     def _put(self, layout: _Layout, replica: int, iteration: Iteration, values: list[np.ndarray]) -> None:
         with self._lock:
@@ -212,17 +378,16 @@ class OutfeedQueue:
         with self._lock:
             rounds = self._rounds
             if isinstance(rounds, AllRounds):
-                return self._nothing() if self._layout is None else _taken(self._layout, rounds)
+                if self._layout is not None:
+                    return _taken(self._layout, rounds)
+                if threading.get_ident() != self._owner:
+                    return []
+                raise ValueError(
+                    "an outfeed is dequeued, but no program enqueues it; call enqueue in a program, and run that first"
+                )
             if self._layout is None or rounds.whole is None:
                 raise FeedError("Trying to get the last value from an outfeed queue before anything was enqueued")
             return _joined(self._layout, rounds.whole)
-
-    def _nothing(self) -> list[Tree]:
-        if threading.get_ident() != self._owner:
-            return []
-        raise ValueError(
-            "an outfeed is dequeued, but no program enqueues it; call enqueue in a program, and run that first"
-        )
 
     def __iter__(self) -> Iterator[Tree]:
         """Yield the enqueued values one by one, until none is left; a later iteration continues with later values.

@@ -1,207 +1,272 @@
-"""The interface of the computation of local replicas' gradients, by a program per replica or stages of a pipeline."""
+"""Checks of a `Trainer`'s functions and variables, and the choice of the variables that are trained."""
 
 from __future__ import annotations
 
-import itertools
-import threading
-from abc import ABC, abstractmethod
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
+from jax.tree_util import keystr
 
-from strategies.exchange.means import Allocate, Bucket
-from strategies.jax.gradients.copies import GradientCopies
-from strategies.jax.gradients.host_views import HostViews
-from strategies.jax.gradients.leaving import TAIL, Leaving, MeansMemory
-from strategies.jax.programs.segments import Part
-from strategies.jax.replicas.devices import DeviceGrid, is_key
-from strategies.typing import Tree, Variables
+from strategies.argument_checks import check_metric_names
+from strategies.typing import Batch, Function, Leaf, Tree, Variables
+from strategies.values import are_used_up
+
+MODEL_STATE = "model_state"
+_NUMBERS = (bool, int, float, complex, np.generic)
+_TREES = (
+    "give init a pytree of arrays, and combine it with the rest of the model inside of the loss function: with Flax "
+    "give variables['params'] of model.init, or a part of nnx.split; with Equinox give a part of "
+    "eqx.partition(model, eqx.is_inexact_array)"
+)
 
 
-class ReplicaRun(ABC):
-    """The computations of one local replica in a step, in threads or not.
+_LOSS_ARGUMENTS = ("variables", "batch", "key")
 
-    Attributes:
-        buffers: Buffers of each bucket; a step reuses the memory of the previous one.
-        finished: Event for each bucket that a thread finishes: its buffers are ready, or never will be.
-        is_broken: Whether the replica's program has raised, or has not run yet; then the buffers are made anew.
-        kept: Values kept for the next step.
+Filter: TypeAlias = Callable[[str, Any], bool] | Tree
+"""A function of a variable's name, such as `['dense']['kernel']`, and of the variable; or a pytree of bools that is a
+prefix of the variables; or None for all variables."""
+
+
+def check_loss_function(loss_fn: object) -> None:
+    """Check that an object can be called as `loss_fn(variables, batch, key)`, with or without a model state.
+
+    Raises:
+        TypeError: It is not a function, or takes other arguments.
     """
-
-    def __init__(self, finished: int) -> None:
-        self.buffers: list[Sequence[jax.Array]] = []
-        self.finished = [threading.Event() for _ in range(finished)]
-        self.is_broken = True
-        self.kept: list[jax.Array] = []
-
-    @abstractmethod
-    def wait(self, number: int) -> Sequence[jax.Array]:
-        """Wait for the buffers of a bucket, and return them. Called only while no thread computes."""
+    if not (callable(loss_fn) and _takes(loss_fn, (*_LOSS_ARGUMENTS, MODEL_STATE))):
+        way_out = "; let it take these three, even if it does not use the key"
+        check_function("the loss function", loss_fn, _LOSS_ARGUMENTS, way_out)
 
 
-class ReplicaGradients(ABC):
-    """The gradients of all local replicas, computed bucket by bucket.
-
-    For each step the engine calls `dispatch`, reads `collect` to its end, and then `kept` and `means`. If `collect`
-    raises, all programs have ended, and the next `dispatch` begins a new step.
+def check_takes_state(function: Function, has_state: bool, what: str = "the loss function") -> None:
+    """Check that a function takes a model state as its last argument if, and only if, there is a model state.
 
     Args:
-        memory: Memory for the means of the values that leave the replicas.
-        buckets: Buckets of these values, in the order in which they are ready.
-        parts: Results of a replica in each bucket.
-        runs: Computation of each local replica.
+        function: Function of three or four arguments.
+        has_state: Whether there is a model state.
+        what: Name of the function in messages.
 
-    Attributes:
-        copies: Copies of gradients from a GPU to the host; None if JAX makes them.
+    Raises:
+        TypeError: The function takes a model state but there is none, or the other way round.
     """
-
-    def __init__(
-        self, memory: MeansMemory, buckets: list[Bucket], parts: Sequence[Sequence[Part]], runs: Sequence[ReplicaRun]
-    ) -> None:
-        self.buckets = buckets
-        self.copies: GradientCopies | None = None
-        self._memory = memory
-        self._parts = parts
-        self._runs = runs
-        self._begun: list[Future[None]] = []
-        self._views = [[HostViews() for _ in buckets] for _ in runs]
-
-    @property
-    def means(self) -> list[np.ndarray]:
-        """The means of the values that leave the replicas, once all buckets have been reduced.
-
-        A mean that is cut into shards is represented by this instance's part, in its shape.
-        """
-        return self._memory.means
-
-    @property
-    def tail(self) -> np.ndarray:
-        """The mean tail, once the last bucket has been reduced."""
-        return self.buckets[-1].layout.tail_view(self.buckets[-1].results)
-
-    @abstractmethod
-    def dispatch(self, variables: Variables, of_replicas: Sequence[Sequence[Tree]], others: Tree = None) -> None:
-        """Begin to compute the gradients, without waiting for them.
-
-        Args:
-            variables: Variables on the first device; not to be used up before all buckets are collected.
-            of_replicas: Arguments of the gradient function that each local replica has for itself.
-            others: Last arguments of the gradient function, which all replicas share; on the device of the variables.
-        """
-
-    @abstractmethod
-    def _end(self) -> None:
-        """Wait until all threads in `_begun` have ended, and forget them; raise the error of a replica."""
-
-    def collect(self) -> Iterator[tuple[Bucket, Sequence[Sequence[np.ndarray]]]]:
-        """Yield each bucket when it is ready, with the arrays of the local replicas for each of its buffers.
-
-        On GPUs with `copies`, arrays may still be being copied; taking one from the sequence waits for it.
-
-        Raises:
-            BaseException: The error of a replica's program, after all programs have ended.
-        """
-        for number, bucket in enumerate(self.buckets):
-            if bucket is self.buckets[-1]:
-                self._end()
-            finished = [self._finished(run, number) for run in self._runs]
-            if self.copies is not None:
-                yield bucket, self.copies.fetch(number, list(zip(*finished, strict=True)))
-                continue
-            views = [of[number].of(run.buffers, number) for of, run in zip(self._views, self._runs, strict=True)]
-            yield bucket, list(zip(*views, strict=True))
-
-    def _finished(self, run: ReplicaRun, number: int) -> Sequence[jax.Array]:
-        if not self._begun:
-            return run.wait(number)
-        run.finished[number].wait()
-        if run.is_broken:
-            self._end()
-        return run.buffers[number]
-
-    def kept(self) -> list[list[jax.Array]]:
-        """Return the values that each local replica keeps for its next step, once all buckets are collected."""
-        return [run.kept for run in self._runs]
-
-    def leaves(self) -> list[list[np.ndarray]]:
-        """Return the results of each local replica for this step: the tail, gradients, and kept values."""
-        found: list[dict[Part, np.ndarray]] = [{} for _ in self._runs]
-        for of_bucket, (bucket, contributions) in zip(self._parts, self.collect(), strict=True):
-            for parts, buffers in zip(found, zip(*contributions, strict=True), strict=True):
-                parts.update(zip(of_bucket, bucket.layout.views(buffers), strict=True))
-                if bucket is self.buckets[-1]:
-                    parts[Part(TAIL)] = bucket.layout.tail_view(buffers)
-        kept = [[np.asarray(jax.random.key_data(one) if is_key(one) else one) for one in own] for own in self.kept()]
-        return [[*_put_together(parts), *own] for parts, own in zip(found, kept, strict=True)]
+    arguments = (*_LOSS_ARGUMENTS, MODEL_STATE) if has_state else _LOSS_ARGUMENTS
+    if _takes(function, arguments):
+        return
+    called_with = f"{what} takes {inspect.signature(function)}, but is called with ({', '.join(arguments)})"
+    if has_state:
+        raise TypeError(f"{called_with}: training has a model state; let the function take it, and return it too")
+    raise TypeError(f"{called_with}: there is no model state; give one to init: trainer.init(variables, model_state)")
 
 
-def _put_together(parts: Mapping[Part, np.ndarray]) -> list[np.ndarray]:
-    ordered = sorted(parts, key=lambda part: (part.result, part.rows or (0, 0)))
-    grouped = itertools.groupby(ordered, key=lambda part: part.result)
-    return [np.concatenate([parts[part].reshape(-1) for part in group]) for _, group in grouped]
+def check_function(what: str, function: object, arguments: Sequence[str], way_out: str = "") -> None:
+    """Check that an object can be called with these arguments.
+
+    Args:
+        what: Name of the function in messages.
+        function: Object that the user gave.
+        arguments: Names of the arguments, in order.
+        way_out: End of the message about other arguments.
+
+    Raises:
+        TypeError: It is not a function, or takes other arguments.
+    """
+    called_with = f"({', '.join(arguments)})"
+    if not callable(function):
+        raise TypeError(f"{what} is a {type(function).__name__}; use a function of {called_with}")
+    if not _takes(function, arguments):
+        raise TypeError(f"{what} takes {inspect.signature(function)}, but is called with {called_with}{way_out}")
+
+
+def _takes(function: Function, arguments: Sequence[str]) -> bool:
+    """Return whether a function can be called with this number of arguments."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except ValueError:  # functions written in C may have no signature
+        return True
+    except TypeError:
+        return False
+    return True
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Check that an object is an optax gradient transformation.
+
+    Raises:
+        TypeError: It is not one.
+    """
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        what = f"the function {optimizer.__name__}" if inspect.isfunction(optimizer) else repr(optimizer)
+        raise TypeError(f"the optimizer is {what}; use a gradient transformation of optax, such as optax.adam(1e-3)")
+
+
+def check_variables(variables: Variables, trainable: Filter = None) -> None:
+    """Check the variables, and that the trained ones can be trained.
+
+    Raises:
+        TypeError: A leaf is not an array, or a trained leaf is not of a floating-point dtype.
+        ValueError: There is no variable, or a step has used one up.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(variables)
+    if not leaves:
+        raise ValueError(f"{variables!r} has no variable; {_TREES}")
+    for path, leaf in leaves:
+        if not _is_array(leaf):  # before the user's filter sees the leaf
+            name = f"variable {keystr(path)}" if path else "the pytree of variables"
+            raise TypeError(f"{name} is of type {type(leaf).__name__}, which is not an array; {_TREES}")
+    flags = Trainable.of(variables, trainable).flags
+    for (path, leaf), is_trained in zip(leaves, flags, strict=True):
+        if is_trained and not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise TypeError(
+                f"variable {keystr(path)} is of dtype {jnp.result_type(leaf)}, but only floating-point variables can "
+                f"be trained; keep others outside, or leave them untrained with Trainer(trainable=...): {_TREES}"
+            )
+    if are_used_up(variables):
+        raise ValueError("a step has used up these variables; give init a copy, or the variables after the step")
+
+
+@contextmanager
+def naming_missing_keys(variables: Variables, batch: Batch) -> Iterator[None]:
+    """Turn a KeyError in the loss function into a ValueError that lists the available keys.
+
+    Raises:
+        ValueError: Instead of a KeyError for a key that is neither among the variables nor in the batch.
+    """
+    try:
+        yield
+    except KeyError as error:
+        trees = {"the batch has": batch, "the variables have": variables}
+        there = {has: list(tree) for has, tree in trees.items() if isinstance(tree, Mapping)}
+        wanted = error.args[0] if error.args else None
+        if not there or any(wanted in names for names in there.values()):
+            raise
+        known = "; ".join(f"{has} {', '.join(map(repr, names)) or 'nothing'}" for has, names in there.items())
+        raise ValueError(f"the loss function asks for {wanted!r}, which does not exist: {known}") from error
+
+
+def metric_names(metrics: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of metrics.
+
+    Args:
+        metrics: Metrics that the loss function returns, as shapes.
+
+    Raises:
+        TypeError: A metric is not a scalar, or is called "loss".
+    """
+    for name, metric in metrics.items():
+        if not isinstance(metric, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"metric {name!r} is a {type(metric).__name__}, but metrics are scalars; give each of its values a "
+                "name of its own in the dictionary that the loss function returns"
+            )
+        if metric.shape != ():
+            raise TypeError(
+                f"metric {name!r} is of shape {list(metric.shape)}, but metrics are scalars, averaged over all "
+                "replicas; take jnp.mean of it, and send whole arrays through a strategies.OutfeedQueue"
+            )
+        check_metric_names([name])
+    return tuple(metrics)
+
+
+def check_weight(weight: Tree) -> None:
+    """Check the weight of an `Outcome`, as a shape.
+
+    Raises:
+        TypeError: It is not a real scalar, or of 16 bits.
+    """
+    if not isinstance(weight, jax.ShapeDtypeStruct):
+        raise TypeError(f"the weight of the loss is a {type(weight).__name__}; it must be a scalar, or None")
+    if weight.shape != () or jnp.issubdtype(weight.dtype, jnp.complexfloating):
+        raise TypeError(
+            f"the weight of the loss is {weight.dtype}{list(weight.shape)}; it must be a real scalar: take jnp.sum of "
+            "the weights of rows or tokens"
+        )
+    if jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize < 4:
+        raise TypeError(
+            f"the weight of the loss is {weight.dtype}, which rounds counts of tokens; make it with "
+            "jnp.sum(..., dtype=jnp.float32), or from integers, which compute_dtype does not cast"
+        )
+
+
+def _is_array(leaf: Leaf) -> bool:
+    if isinstance(leaf, _NUMBERS):
+        return True
+    if isinstance(leaf, str | type) or not hasattr(leaf, "shape"):
+        return False
+    try:
+        jnp.result_type(leaf)
+    except TypeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
-class Kept:
-    """The memory that the devices of a stage need between the passes of a step.
+class Trainable:
+    """The choice of the variables that are trained.
 
     Attributes:
-        stage: Number of the stage.
-        micro_batches: Largest number of micro-batches kept at once.
-        nbytes: Size of one micro-batch's values in bytes, at most.
+        flags: Whether each variable, in order, is trained.
     """
 
-    stage: int
-    micro_batches: int
-    nbytes: int
+    flags: tuple[bool, ...]
 
+    @classmethod
+    def of(cls, variables: Variables, trainable: Filter) -> Trainable:
+        """Apply a filter to variables, or to their shapes and dtypes.
 
-class ReplicaPlan(ABC):
-    """The programs of a replica's gradients, independent of the number of local replicas, without memory for gradients.
-
-    The preparation of a step compares `equations` between instances, and calls `gradients_on`. If the local replicas
-    change, it calls `gradients_on` again. A plan holds no state of steps, so errors in steps leave it usable.
-
-    Attributes:
-        leaving: Layout of the values that leave a replica to be averaged.
-        sum_bytes: Size of a replica's accumulators of micro-batches, besides the memory of its programs.
-    """
-
-    leaving: Leaving
-    sum_bytes: int
-
-    @abstractmethod
-    def buckets(self, memory: MeansMemory) -> list[Bucket]:
-        """Return the buckets of values that travel together, the first finished one first.
-
-        Args:
-            memory: Memory for the means.
+        Raises:
+            TypeError: The filter returns a value other than True or False.
+            ValueError: The filter is a pytree of another structure, or no variable is trained.
         """
+        named = jax.tree_util.tree_leaves_with_path(variables)
+        if trainable is None:
+            return cls((True,) * len(named))
+        if callable(trainable):
+            flags = [trainable(keystr(path), leaf) for path, leaf in named]
+        else:
+            try:
+                below = jax.tree.map(lambda flag, tree: jax.tree.map(lambda _: flag, tree), trainable, variables)
+            except ValueError as error:
+                raise ValueError(
+                    f"trainable is {trainable!r}, but the variables are a {jax.tree.structure(variables)}; give a "
+                    "pytree of bools that is a prefix of it, or a function (name, variable) -> bool"
+                ) from error
+            flags = jax.tree.leaves(below)
+        for (path, _), flag in zip(named, flags, strict=True):
+            if not isinstance(flag, bool):
+                raise TypeError(f"trainable gives {flag!r} for variable {keystr(path)}; it must give True or False")
+        if named and not any(flags):
+            raise ValueError("trainable leaves no variable to train; make it True for at least one variable")
+        return cls(tuple(flags))
 
-    @abstractmethod
-    def executables(self, grid: DeviceGrid) -> Mapping[str, jax.stages.Compiled]:
-        """Return the compiled programs of a replica, by names; the first call compiles them."""
+    @cached_property
+    def is_all(self) -> bool:
+        """Whether all variables are trained."""
+        return all(self.flags)
 
-    def kept(self, grid: DeviceGrid) -> Sequence[Kept]:
-        """Return the memory that each stage needs between the passes of a micro-batch; empty without a pipeline."""
-        return ()
+    def pick(self, variables: Variables) -> Variables:
+        """Return the trained variables: the same tree, with None in the place of each other variable."""
+        return variables if self.is_all else self._chosen(variables, True)
 
-    @abstractmethod
-    def equations(self) -> core.ClosedJaxpr:
-        """Return the computation of a replica, for the comparison with other instances."""
+    def frozen(self, variables: Variables) -> Variables:
+        """Return the variables that are not trained: the same tree, with None in the place of each trained one."""
+        return self._chosen(variables, False)
 
-    @abstractmethod
-    def gradients_on(
-        self, grid: DeviceGrid, allocate: Allocate, failed: Callable[[BaseException], None]
-    ) -> ReplicaGradients:
-        """Return the computation of the local replicas' gradients on their devices.
+    def put(self, variables: Variables, picked: Variables) -> Variables:
+        """Replace the trained variables, or None in their places, by `picked`."""
+        if self.is_all:
+            return picked
+        return jax.tree.map(
+            lambda new, old: old if new is None else new, picked, variables, is_leaf=lambda leaf: leaf is None
+        )
 
-        Args:
-            grid: Devices of the replicas.
-            allocate: Function that makes memory for results.
-            failed: Callback with the error of a replica's program, while other replicas may wait for that replica.
-        """
+    def _chosen(self, variables: Variables, is_trained: bool) -> Variables:
+        leaves, structure = jax.tree.flatten(variables)
+        pairs = zip(leaves, self.flags, strict=True)
+        return jax.tree.unflatten(structure, [leaf if flag is is_trained else None for leaf, flag in pairs])

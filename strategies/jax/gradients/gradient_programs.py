@@ -2,57 +2,254 @@
 
 from __future__ import annotations
 
-import logging
+import os
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import wait
-from typing import final
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 from typing_extensions import override
 
-from strategies.exchange.flat import LARGE_BYTES, FlatLayout
+from collectives.instruments import Instruments, is_seen
+from strategies.exchange.flat import FlatLayout, Shards
 from strategies.exchange.means import Allocate, Bucket
-from strategies.exchange.shards import Shards
-from strategies.jax.gradients.computation import ReplicaGradients, ReplicaPlan, ReplicaRun
-from strategies.jax.gradients.leaving import TAIL, Leaving, MeansMemory, flatten
+from strategies.jax.comparing.agreement import lines_of
+from strategies.jax.gradients.gradient_copies import GradientCopies, GradientLayout, HostViews, LeavingBucket, flatten
 from strategies.jax.gradients.replica_program import ReplicaProgram
-from strategies.jax.gradients.taking_turns import TakingTurns, may_wait
-from strategies.jax.programs.buckets import cut_in_buckets
-from strategies.jax.programs.program import DeviceProgram
-from strategies.jax.programs.segments import Part, ProgramSegment, carry_out
-from strategies.jax.replicas.devices import DeviceGrid, ReplicaDevices, results_of
+from strategies.jax.programs.jaxpr import every_equation
+from strategies.jax.replicas.devices import DeviceGrid, ReplicaDevices, is_key, results_of
 from strategies.typing import Tree, Variables
 
-logger = logging.getLogger(__name__)
+SHORT_S = 200e-6
+"""The longest program, in seconds, for which replicas take turns although there are more cores. XLA runs the programs
+that one thread dispatches one after another. A thread per replica costs 50 to 170 us of CPU time (measured with 8 and
+32 replicas on 2 cores), so programs of 170 us end at the same time either way."""
+TRIED = 3
+"""The number of steps in turns after which a program may count as long. The shortest of them counts, because another
+process may delay a step."""
 
-BUCKET_BYTES = LARGE_BYTES
-"""The number of finished bytes after which gradients travel. Over 200 Mbit/s a message of 1 MiB takes 42 ms, and its
-preparation 2 to 5 ms."""
+
+@final
+class SerialDispatch:
+    """The choice between one thread for all replicas' programs and a thread for each. Bits are the same.
+
+    Args:
+        may_wait: Returns whether replicas need threads, because the program of one may wait for another.
+        instruments: Instruments; one that sees each replica begin and end needs threads.
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        may_wait: Callable[[], bool],
+        instruments: Instruments,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._may_wait = may_wait
+        self._instruments = instruments
+        self._clock = clock
+        self._may_be_serial: bool | None = None  # unknown before the first step: the program is not traced yet
+        self._has_one_core = len(os.sched_getaffinity(0)) == 1
+        self._shortest_s = float("inf")
+        self._tried = 0
+        self._began_s = 0.0
+
+    def begin(self) -> bool:
+        """Begin a step; return whether the replicas take turns."""
+        if self._may_be_serial is None:
+            self._may_be_serial = not (is_seen(self._instruments.replica_begins) or self._may_wait())
+        self._began_s = self._clock()
+        is_short = self._tried < TRIED or self._shortest_s <= SHORT_S
+        return self._may_be_serial and (self._has_one_core or is_short)
+
+    def end(self, replicas: int) -> None:
+        """End a step in which the replicas took turns.
+
+        Args:
+            replicas: Number of local replicas.
+        """
+        self._tried += 1
+        self._shortest_s = min(self._shortest_s, (self._clock() - self._began_s) / replicas)
+
+
+def may_wait(closed: core.ClosedJaxpr) -> bool:
+    """Return whether a program has calls of Python or of foreign functions, which may wait for another replica's."""
+    return bool(closed.effects) or any(
+        "callback" in equation.primitive.name or equation.primitive.name in ("debug_print", "ffi_call")
+        for equation in every_equation(closed.jaxpr)
+    )
+
+
+# ---- programs of replicas of any kind
+
+
+class ReplicaRun(Protocol):
+    """The computation of one local replica in a step.
+
+    Attributes:
+        buffers: Buffers of each bucket; a step reuses the memory of the previous one.
+        kept: Values kept for the next step.
+    """
+
+    buffers: list[Sequence[jax.Array]]
+    kept: list[jax.Array]
+
+
+class ReplicaGradients(ABC):
+    """The gradients of all local replicas, computed bucket by bucket.
+
+    For each step the engine calls `dispatch`, reads `collect` to its end, and then `kept` and `means`. If `collect`
+    raises, all programs have ended, and the next `dispatch` begins a new step.
+
+    Args:
+        plan: Programs of a replica.
+        allocate: Function that makes memory for the means.
+        runs: Computation of each local replica.
+
+    Attributes:
+        buckets: Buckets of the values that leave the replicas, in the order in which they are ready.
+        means: Means of these values, once all buckets have been reduced. A mean that is cut into shards is represented
+            by this instance's part, in its shape.
+        tail: Mean tail, once the last bucket has been reduced.
+        copies: Copies of gradients from a GPU to the host; None if JAX makes them.
+    """
+
+    def __init__(self, plan: ReplicaPlan, allocate: Allocate, runs: Sequence[ReplicaRun]) -> None:
+        self.buckets, self.means = plan.gradient_layout.memory(plan.buckets, allocate)
+        self.tail: np.ndarray = self.buckets[-1].layout.tail_view(self.buckets[-1].results)
+        self.copies: GradientCopies | None = None
+        self._runs = runs
+        self._begun: list[Future[None]] = []
+        self._views = [[HostViews() for _ in self.buckets] for _ in runs]
+
+    @abstractmethod
+    def dispatch(self, variables: Variables, of_replicas: Sequence[Sequence[Tree]], others: Tree = None) -> None:
+        """Begin to compute the gradients, without waiting for them.
+
+        Args:
+            variables: Variables on the first device; not to be used up before all buckets are collected.
+            of_replicas: Arguments of the gradient function that each local replica has for itself.
+            others: Last arguments of the gradient function, which all replicas share; on the device of the variables.
+        """
+
+    @abstractmethod
+    def _await(self, number: int) -> None:
+        """Wait until all replicas have finished a bucket; for the last one, until all programs have ended.
+
+        Raises:
+            BaseException: The error of a replica's program, after all programs have ended.
+        """
+
+    def collect(self) -> Iterator[tuple[Bucket, Sequence[Sequence[np.ndarray]]]]:
+        """Yield each bucket when it is ready, with the arrays of the local replicas for each of its buffers.
+
+        On GPUs with `copies`, arrays may still be being copied; taking one from the sequence waits for it.
+
+        Raises:
+            BaseException: The error of a replica's program, after all programs have ended.
+        """
+        for number, bucket in enumerate(self.buckets):
+            self._await(number)
+            if self.copies is not None:
+                buffers = zip(*(run.buffers[number] for run in self._runs), strict=True)
+                yield bucket, self.copies.fetch(number, list(buffers))
+                continue
+            views = [of[number].of(run.buffers, number) for of, run in zip(self._views, self._runs, strict=True)]
+            yield bucket, list(zip(*views, strict=True))
+
+    def kept(self) -> list[list[jax.Array]]:
+        """Return the values that each local replica keeps for its next step, once all buckets are collected."""
+        return [run.kept for run in self._runs]
+
+
+@dataclass(frozen=True)
+class StashMemory:
+    """The memory that the devices of a stage need between the passes of a step.
+
+    Attributes:
+        stage: Number of the stage.
+        micro_batches: Largest number of micro-batches kept at once.
+        nbytes: Size of one micro-batch's values in bytes, at most.
+    """
+
+    stage: int
+    micro_batches: int
+    nbytes: int
+
+
+class ReplicaPlan(ABC):
+    """The programs of a replica's gradients, independent of the number of local replicas, without memory for gradients.
+
+    The preparation of a step compares `lines` between instances, and calls `gradients_on`. If the local replicas
+    change, it calls `gradients_on` again. A plan holds no state of steps, so errors in steps leave it usable.
+
+    Attributes:
+        program: Computation of a replica.
+        gradient_layout: Layout of the values to be averaged over replicas.
+        buckets: Values that travel together, the first finished ones first.
+        sum_bytes: Size of a replica's accumulators of micro-batches, besides the memory of its programs.
+        is_on_device: Whether gradients stay on the device.
+    """
+
+    program: ReplicaProgram
+    gradient_layout: GradientLayout
+    buckets: Sequence[LeavingBucket]
+    sum_bytes: int
+    is_on_device: bool = False
+
+    @abstractmethod
+    def executables(self, grid: DeviceGrid) -> Mapping[str, jax.stages.Compiled]:
+        """Return the compiled programs of a replica, by names; the first call compiles them."""
+
+    def kept(self, grid: DeviceGrid) -> Sequence[StashMemory]:
+        """Return the memory that each stage needs between the passes of a micro-batch; empty without a pipeline."""
+        return ()
+
+    @property
+    @abstractmethod
+    def lines(self) -> Sequence[str]:
+        """The lines of all programs that depend on the user's functions, see `lines_of`.
+
+        They have the constants that the programs had when they were first asked for.
+        """
+
+    @abstractmethod
+    def gradients_on(
+        self, grid: DeviceGrid, allocate: Allocate, failed: Callable[[BaseException], None]
+    ) -> ReplicaGradients:
+        """Return the computation of the local replicas' gradients on their devices.
+
+        Args:
+            grid: Devices of the replicas.
+            allocate: Function that makes memory for results.
+            failed: Callback with the error of a replica's program, while other replicas may wait for that replica.
+        """
+
+
+# ---- one program per replica
 
 
 @final
 class JaxGradientPlan(ReplicaPlan):
-    """The plan of gradients by one program per replica, which may be cut into segments.
-
-    With one segment all gradients come at the end. With several, earlier gradients travel while XLA computes later
-    ones.
+    """The plan of gradients by one program per replica; all gradients come at its end.
 
     Args:
         devices: Devices of the replicas; the plan depends on their kind only, not on their number.
         program: Computation of one replica.
         shapes: Shapes of its arguments.
-        streams: Whether to cut it into segments.
-        shards: Division of the means, see `Leaving`.
-        makes_buffers: Whether the programs make the buffers in which gradients leave them; otherwise they take over
-            the memory of their last arguments.
+        shards: Division of the means, see `GradientLayout`.
+        is_on_device: Whether gradients stay on the device, in buffers that the program makes; otherwise they leave it
+            in the memory of its last arguments.
 
     Attributes:
-        segments: Parts of the program.
-        layouts: Layout, for each segment, of the gradients that it finishes.
-        kept_counts: Number of arrays, for each segment, that it finishes and the replica keeps.
-        programs: Compiled programs of the segments.
+        layout: Layout of the gradients in buffers.
     """
 
     def __init__(
@@ -60,96 +257,52 @@ class JaxGradientPlan(ReplicaPlan):
         devices: ReplicaDevices,
         program: ReplicaProgram,
         shapes: Sequence[Tree],
-        streams: bool,
         shards: Shards | None,
-        makes_buffers: bool = False,
+        is_on_device: bool = False,
     ) -> None:
         averaged = program.results
-        self._makes_buffers = makes_buffers
-        self._traced = program
-        self.leaving = Leaving(tuple(averaged), shards, len(averaged) - program.num_gradients)
+        self.program = program
+        self.is_on_device = is_on_device
+        self.gradient_layout = GradientLayout(tuple(averaged), shards, len(averaged) - program.num_gradients)
+        self.buckets = [self.gradient_layout.bucket("gradients", range(len(averaged)), program.places.size)]
+        self.layout = self.buckets[0].layout
         self.sum_bytes = 0  # micro-batches are added inside of the program
-        self._shapes = jax.tree.leaves(shapes)
-        self._executables: dict[jax.Device, list[jax.stages.Compiled]] = {}
-        results = TAIL + 1 + len(averaged) + program.num_kept
-        self.segments = self._cut(program, shapes, results) if streams else [_uncut(program, shapes, results)]
-        tails = [0] * (len(self.segments) - 1) + [program.places.size]
-        self.layouts = [
-            self.leaving.layout(segment.parts, tail) for segment, tail in zip(self.segments, tails, strict=True)
-        ]
-        self.kept_counts = [len(self._of_kept(segment.parts)) for segment in self.segments]
-        pairs = zip(self.segments, self.layouts, strict=True)
-        self.programs = [self._program(devices, segment, layout) for segment, layout in pairs]
+        leaves, self._structure = jax.tree.flatten(tuple(shapes))
+        self._inputs = len(leaves)
+        into = [] if is_on_device else self.layout.buffers
+        self._shapes = [*leaves, *(jax.ShapeDtypeStruct((buffer.size,), buffer.dtype) for buffer in into)]
+        self._compiler = devices.compile(self._of_one_replica, range(self._inputs, len(self._shapes)))
+        self._executables: dict[jax.Device, jax.stages.Compiled] = {}
 
-    @override
-    def buckets(self, memory: MeansMemory) -> list[Bucket]:
-        """Return one bucket for each segment."""
-        return [
-            memory.bucket("gradients" if len(self.segments) == 1 else f"gradients/{number}", segment.parts, layout)
-            for number, (segment, layout) in enumerate(zip(self.segments, self.layouts, strict=True))
-        ]
+    def _of_one_replica(self, *values: jax.Array) -> tuple[jax.Array, ...]:
+        tail, *results = self.program(*jax.tree.unflatten(self._structure, values[: self._inputs]))
+        averaged = len(self.gradient_layout.leaves)
+        into = values[self._inputs :] or [jnp.zeros(buffer.size, buffer.dtype) for buffer in self.layout.buffers]
+        return (*flatten(self.layout, results[:averaged], tail, into), *results[averaged:])
 
     @override
     def executables(self, grid: DeviceGrid) -> Mapping[str, jax.stages.Compiled]:
-        """Return the compiled segments, by names."""
-        compiled = self.compiled(grid.first.device_of(0))
-        count = len(compiled)
-        return {
-            "gradients" if count == 1 else f"gradients, part {n + 1} of {count}": one for n, one in enumerate(compiled)
-        }
+        return {"gradients": self.compiled(grid.first.device_of(0))}
 
-    def _cut(self, program: ReplicaProgram, shapes: Sequence[Tree], results: int) -> list[ProgramSegment]:
-        """Return segments that each finish some gradients; only one if the function calls back into Python.
-
-        JAX passes the arguments of a callback through the device, behind the segments that wait there for the callback.
-        """
-        closed = jax.make_jaxpr(program)(*shapes)
-        if closed.effects:
-            logger.info("gradients are not streamed: the loss function calls back into Python, as all_reduce does")
-            return [_uncut(program, shapes, results)]
-        early = range(TAIL + 1, TAIL + 1 + len(self.leaving.leaves))
-        return cut_in_buckets(closed, early, BUCKET_BYTES, LARGE_BYTES)
-
-    def compiled(self, device: jax.Device) -> list[jax.stages.Compiled]:
-        """Return the executables of the segments on a device; the first call compiles them."""
+    def compiled(self, device: jax.Device) -> jax.stages.Compiled:
+        """Return the executable on a device; the first call compiles it."""
         if device not in self._executables:
-            self._executables[device] = self._compile(device)
+            self._executables[device] = self._compiler.compiled(device, *self._shapes)
         return self._executables[device]
 
     @override
+    @cached_property
+    def lines(self) -> Sequence[str]:
+        return lines_of(self.equations())
+
     def equations(self) -> core.ClosedJaxpr:
-        """Return the computation of the first segment, which is everything if it is the only one."""
-        inputs = [self._shapes[place] for place in self.segments[0].inputs]
-        return self.programs[0].equations(*inputs, *self._buffers(0))
+        """Return the computation of a replica."""
+        return self._compiler.equations(*self._shapes)
 
     def may_wait(self) -> bool:
-        """Return whether replicas need a thread each: their programs may wait for each other, or are streamed."""
-        if len(self.segments) > 1:  # the first bucket shall not wait for the last replica
-            return True
+        """Return whether replicas need a thread each, because their programs may wait for each other."""
         equations = self.equations()  # tracing shows whether the program has collectives
-        return not self._traced.is_independent or may_wait(equations)
-
-    def _compile(self, device: jax.Device) -> list[jax.stages.Compiled]:
-        """Compile the segments in order, with shapes instead of arrays."""
-        found: dict[int, jax.stages.Compiled] = {}
-
-        def compute(number: int, given: list[Tree]) -> Sequence[Tree]:
-            found[number] = self.programs[number].compiled(device, *given, *self._buffers(number))
-            made = jax.tree.leaves(found[number].out_info)
-            return [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in made]
-
-        for _ in carry_out(self.segments, self._shapes, compute):
-            pass
-        return [found[number] for number in range(len(self.segments))]
-
-    def _buffers(self, number: int) -> list[jax.ShapeDtypeStruct]:
-        if self._makes_buffers:
-            return []
-        return [jax.ShapeDtypeStruct((buffer.size,), buffer.dtype) for buffer in self.layouts[number].buffers]
-
-    def _of_kept(self, parts: Sequence[Part]) -> tuple[Part, ...]:
-        """Return the results of a segment that the replica keeps for its next step."""
-        return tuple(part for part in parts if part.result > TAIL + len(self.leaving.leaves))
+        return not self.program.is_independent or may_wait(equations)
 
     @override
     def gradients_on(
@@ -158,21 +311,6 @@ class JaxGradientPlan(ReplicaPlan):
         """Return the computation on the first device of each replica."""
         return GradientPrograms(grid.first, self, allocate, failed)
 
-    def _program(self, devices: ReplicaDevices, segment: ProgramSegment, layout: FlatLayout) -> DeviceProgram:
-        first_buffer = len(segment.inputs) + len(segment.takes)
-
-        def of_one_replica(*values: jax.Array) -> tuple[jax.Array, ...]:
-            results = segment.function(*values[:first_buffer])
-            finished = dict(zip(segment.parts, results, strict=False))
-            gradients = [finished[part] for part in self.leaving.of_gradients(segment.parts)]
-            into = values[first_buffer:] or [jnp.zeros(buffer.size, buffer.dtype) for buffer in layout.buffers]
-            buffers = flatten(layout, gradients, finished.get(Part(TAIL)), into)
-            kept = [finished[part] for part in self._of_kept(segment.parts)]
-            return (*buffers, *kept, *results[len(segment.parts) :])
-
-        donated = () if self._makes_buffers else range(first_buffer, first_buffer + len(layout.buffers))
-        return devices.compile(of_one_replica, donated)
-
 
 @final
 class GradientPrograms(ReplicaGradients):
@@ -180,7 +318,7 @@ class GradientPrograms(ReplicaGradients):
 
     Args:
         devices: Devices of the local replicas.
-        plan: Plan of the programs.
+        plan: Plan of the program.
         allocate: Function that makes memory for results.
         failed: Callback with the error of a replica's program, while other replicas may wait for that replica.
     """
@@ -194,15 +332,13 @@ class GradientPrograms(ReplicaGradients):
         allocate: Allocate,
         failed: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
-        memory = MeansMemory(plan.leaving, allocate)
-        runs = [_ReplicaGradientRun(devices, plan, position) for position in range(len(devices.replicas))]
-        parts = [plan.leaving.of_gradients(segment.parts) for segment in plan.segments]
-        super().__init__(memory, plan.buckets(memory), parts, runs)
+        runs = [_ReplicaGradientRun(devices, plan.layout, position) for position in range(len(devices.replicas))]
+        super().__init__(plan, allocate, runs)
         self.plan = plan
         self._devices = devices
         self._failed = failed
-        self._turns = TakingTurns(lambda: not devices.is_cpu or plan.may_wait(), devices.instruments)
-        self._are_in_turn = False
+        self._dispatch = SerialDispatch(lambda: not devices.is_cpu or plan.may_wait(), devices.instruments)
+        self._is_serial = False
 
     @override
     def dispatch(self, variables: Variables, of_replicas: Sequence[Sequence[Tree]], others: Tree = None) -> None:
@@ -214,111 +350,90 @@ class GradientPrograms(ReplicaGradients):
             first, last = shared[position % width]
             arguments = [*first, *jax.tree.leaves(of_replicas[position]), *last]
             run.prepare(arguments, executables[position % width])
-        self._are_in_turn = len(self._runs) > 1 and self._turns.begin()
-        if self._are_in_turn or len(self._runs) == 1:
+        self._is_serial = len(self._runs) > 1 and self._dispatch.begin()
+        if self._is_serial or len(self._runs) == 1:
             for run in self._runs:
                 run.dispatch()
         else:
-            for run in self._runs:
-                run.begin()
             self._begun = self._devices.begin(lambda position: self._runs[position].compute(), self._failed)
 
-    def _end(self) -> None:
+    @override
+    def _await(self, number: int) -> None:
         if self._begun:
             begun, self._begun = self._begun, []
             results_of(begun)
-        elif self._are_in_turn:
-            self._end_turns()
-
-    def _end_turns(self) -> None:
-        """Wait for the programs that this thread has dispatched; raise the error of the first one that failed."""
+            return
         failed: BaseException | None = None
-        for run in self._runs:
+        for run in self._runs:  # this thread has dispatched them
             try:
-                run.wait(0)
+                run.wait()
             except BaseException as error:
                 failed = failed or error
         if failed is not None:
             raise failed
-        self._turns.end(len(self._runs))
+        if self._is_serial:
+            self._dispatch.end(len(self._runs))
+
+    def leaves(self) -> list[list[np.ndarray]]:
+        """Return the results of each local replica for this step: the tail, gradients, and kept values."""
+        ((bucket, contributions),) = self.collect()
+        kept = [[np.asarray(jax.random.key_data(one) if is_key(one) else one) for one in own] for own in self.kept()]
+        layout = bucket.layout
+        return [
+            [layout.tail_view(buffers), *layout.views(buffers), *own]
+            for buffers, own in zip(zip(*contributions, strict=True), kept, strict=True)
+        ]
 
 
-class _ReplicaGradientRun(ReplicaRun):
-    def __init__(self, devices: ReplicaDevices, plan: JaxGradientPlan, position: int) -> None:
-        super().__init__(len(plan.segments))
+class _ReplicaGradientRun:
+    """One local replica's program.
+
+    Args:
+        devices: Devices of the local replicas.
+        layout: Layout of the gradients in buffers.
+        position: Position of the replica among the local ones.
+    """
+
+    def __init__(self, devices: ReplicaDevices, layout: FlatLayout, position: int) -> None:
+        self.buffers: list[Sequence[jax.Array]] = []
+        self.kept: list[jax.Array] = []
         self._devices = devices
-        self._plan = plan
+        self._layout = layout
         self._position = position
+        self._is_broken = True  # the program has raised, or has not run yet: buffers are made anew
         self._arguments: Sequence[Tree] = ()
-        self._executables: Sequence[jax.stages.Compiled] = ()
 
-    def prepare(self, arguments: Sequence[Tree], executables: Sequence[jax.stages.Compiled]) -> None:
-        self._arguments, self._executables = arguments, executables
-        if self.is_broken:  # there are no buffers yet, or a failed program has used up some
-            self.buffers = [
-                tuple(self._devices.zeros(self._position, buffer.size, buffer.dtype) for buffer in layout.buffers)
-                for layout in self._plan.layouts
-            ]
-        self.is_broken = False
-
-    def begin(self) -> None:
-        """Note that no bucket is finished, before a thread computes."""
-        for finished in self.finished:
-            finished.clear()
+    def prepare(self, arguments: Sequence[Tree], executable: jax.stages.Compiled) -> None:
+        self._arguments, self._executable = arguments, executable
+        if self._is_broken:  # there are no buffers yet, or a failed program has used up some
+            zeros = [self._devices.zeros(self._position, each.size, each.dtype) for each in self._layout.buffers]
+            self.buffers = [tuple(zeros)]
+        self._is_broken = False
 
     def dispatch(self) -> None:
-        """Start all segments on the device, without waiting."""
+        """Start the program on the device, without waiting."""
+        arguments, self._arguments = self._arguments, ()
+        count = len(self._layout.buffers)
         try:
-            for _ in self._carry_out():
-                pass
+            results = self._executable(*arguments, *self.buffers[0])
         except BaseException:
-            self.is_broken = True
+            self._is_broken = True
             raise
+        self.buffers[0], self.kept = results[:count], list(results[count:])
 
-    @override
-    def wait(self, number: int) -> Sequence[jax.Array]:
+    def wait(self) -> None:
+        """Wait until the program has ended."""
         try:
-            for buffer in self.buffers[number]:
-                buffer.block_until_ready()
+            for result in (*self.buffers[0], *self.kept):
+                result.block_until_ready()
         except BaseException:
-            self.is_broken = True
+            self._is_broken = True
             raise
-        return self.buffers[number]
 
     def compute(self) -> None:
-        """Compute all segments in this thread."""
+        """Run the program in this thread."""
         instruments, replica = self._devices.instruments, self._devices.replicas[self._position]
         instruments.replica_begins(replica, 0)
-        try:
-            for number, results in self._carry_out():
-                jax.block_until_ready(results)
-                instruments.replica_ends(replica, 0, number)
-                self.finished[number].set()
-        except BaseException:
-            self.is_broken = True
-            raise
-        finally:
-            for finished in self.finished:
-                finished.set()
-
-    def _carry_out(self) -> Iterator[tuple[int, Sequence[jax.Array]]]:
-        """Yield the number and the results of each segment when it is dispatched."""
-        arguments, self._arguments = self._arguments, ()
-        return carry_out(self._plan.segments, arguments, self._compute)
-
-    def _compute(self, number: int, given: list[jax.Array]) -> Sequence[jax.Array]:
-        count = len(self.buffers[number])
-        results: Sequence[jax.Array] = self._executables[number](*given, *self.buffers[number])
-        self.buffers[number] = results[:count]
-        if kept := self._plan.kept_counts[number]:
-            self.kept = list(results[count : count + kept])
-        return results
-
-
-def _uncut(program: ReplicaProgram, shapes: Sequence[Tree], results: int) -> ProgramSegment:
-    leaves, structure = jax.tree.flatten(tuple(shapes))
-
-    def flat(*values: jax.Array) -> Sequence[jax.Array]:
-        return program(*jax.tree.unflatten(structure, values))
-
-    return ProgramSegment(flat, tuple(range(len(leaves))), (), (), tuple(map(Part, range(results))))
+        self.dispatch()
+        self.wait()
+        instruments.replica_ends(replica, 0, 0)

@@ -13,17 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.core.options import GradientAccumulationReductionMethod
-from strategies.exchange.int8 import Int8Layout, encode
-from strategies.exchange.transfer import GradientTransfer
-from strategies.jax.gradients.accumulation import accumulate, accumulator_dtypes, is_float, mapped
-from strategies.jax.gradients.arguments import Trainable, check_weight, metric_names, naming_missing_keys
-from strategies.jax.gradients.leaving import XLA
-from strategies.jax.gradients.model_state import KEPT, PER_REPLICA, ModelStateRule
-from strategies.jax.gradients.tail import (
+from strategies.exchange.flat import GradientTransfer
+from strategies.jax.gradients.computation import Trainable, check_weight, metric_names, naming_missing_keys
+from strategies.jax.gradients.model_state import (
+    KEPT,
     LOSS_SCALE,
     NOTICE,
+    PER_REPLICA,
     STEP,
+    ModelStateRule,
     TailLayout,
+    accumulate,
+    accumulator_dtypes,
+    is_float,
+    mapped,
     times_weight,
     travelling,
     weighted_terms,
@@ -31,8 +34,8 @@ from strategies.jax.gradients.tail import (
 )
 from strategies.jax.replicas.replica_context import replica_context
 from strategies.jax.replicas.replicas import Replicas
-from strategies.outcome import Outcome
 from strategies.typing import AccumulationDtype, Batch, LossFunction, MapGradient, Tree, Variables
+from strategies.values import Outcome
 
 _NOTHING = jax.tree.structure(None)
 
@@ -93,13 +96,11 @@ class ReplicaShapes:
     Attributes:
         variables: All variables.
         batch: Rows of the replica.
-        residuals: Quantisation errors of the replica; empty if nothing is quantised.
         model_state: Model state of the replica, or None.
     """
 
     variables: Variables
     batch: Batch
-    residuals: Tree = ()
     model_state: Tree = None
 
 
@@ -129,10 +130,9 @@ class ReplicaProgram:
         accumulation: Accumulation of micro-batches.
         precision: Dtypes of the computation.
         gradient_dtypes: Dtypes in which gradients are accumulated and applied, for each trained variable.
-        results: Shapes and dtypes of the averaged values that leave the replica, besides the tail: the gradients or
-            their payload, then the averaged and added leaves of the model state.
-        num_gradients: Number of results that are gradients or their payload.
-        quantised: Layout of the gradients in the payload; None if they are not quantised.
+        results: Shapes and dtypes of the averaged values that leave the replica, besides the tail: the gradients, then
+            the averaged and added leaves of the model state.
+        num_gradients: Number of results that are gradients.
         weighs_losses: Whether losses, and not their gradients, are multiplied by weights; known after tracing.
         has_feeds: Whether the loss function has feeds; known after tracing.
         is_independent: Whether the traced program may run on other instances and replicas, because the loss function
@@ -167,13 +167,8 @@ class ReplicaProgram:
         self.rule = rule
         trained = trainable.pick(shapes.variables)
         self.gradient_dtypes = accumulator_dtypes(trained, accumulation.dtype)
-        leaves = jax.tree.leaves(trained)
-        self.quantised = Int8Layout.of(leaves) if transfer.is_quantised else None
-        if self.quantised is not None:
-            self.results = [jax.ShapeDtypeStruct((self.quantised.payload_size,), np.int8)]
-        else:
-            pairs = zip(leaves, self.gradient_dtypes, strict=True)
-            self.results = [jax.ShapeDtypeStruct(leaf.shape, transfer.dtype_of(dtype)) for leaf, dtype in pairs]
+        pairs = zip(jax.tree.leaves(trained), self.gradient_dtypes, strict=True)
+        self.results = [jax.ShapeDtypeStruct(leaf.shape, transfer.dtype_of(dtype)) for leaf, dtype in pairs]
         self.num_gradients = len(self.results)
         self.results += rule.travelling(shapes.model_state)
         self.is_independent = True
@@ -184,22 +179,14 @@ class ReplicaProgram:
         self.names, is_weighted = self._metric_names(shapes)
         self.places = TailLayout(self.names, is_weighted, precision.scales_loss, flags)
         if is_weighted:
-            self._refuse_float16(transfer)
+            self._check_weighted_dtypes(transfer)
             if self._has_collectives:
-                self.refuse_to_multiply_losses("the loss function gives weights and has collectives of replicas")
+                self.check_losses_scalable("the loss function gives weights and has collectives of replicas")
 
     @property
     def means(self) -> list[jax.ShapeDtypeStruct]:
         """The shapes and dtypes of the mean gradients of all replicas, before they are cut into shards."""
-        if self.quantised is None:
-            return self.results[: self.num_gradients]
-        return [jax.ShapeDtypeStruct(shape, np.float32) for shape in self.quantised.shapes]
-
-    @property
-    def num_kept(self) -> int:
-        """The number of arrays that a replica keeps for its next step."""
-        residuals = 0 if self.quantised is None else len(self.quantised.shapes)
-        return residuals + sum(self.rule.words.count(word) for word in KEPT)
+        return self.results[: self.num_gradients]
 
     def __call__(
         self,
@@ -207,7 +194,6 @@ class ReplicaProgram:
         batch: Batch,
         index: jax.Array,
         control: jax.Array,
-        residuals: Sequence[jax.Array] = (),
         own_state: Sequence[jax.Array] = (),
         model_state: Tree = None,
     ) -> tuple[jax.Array, ...]:
@@ -218,7 +204,6 @@ class ReplicaProgram:
             batch: Batch of this replica, with the micro-batches one after another along the first axis.
             index: Index of this replica, an int32 scalar.
             control: Control words, see `control_words`.
-            residuals: Quantisation errors of the last step; empty if nothing is quantised.
             own_state: `per_replica` leaves of the model state, with a first axis of length 1.
             model_state: Other leaves of the model state, with None in the places of `per_replica` leaves.
         """
@@ -228,14 +213,17 @@ class ReplicaProgram:
                 variables, batch, key, control, self.rule.with_own(model_state, [one[0] for one in own_state])
             )
         means, state = self.of_state(after)
-        results, residuals = self._on_the_way(leaves, values, control, residuals)
-        is_bad = self.not_finite(leaves if self.quantised is not None else results) if self.needs_flags else None
-        tail = self.tail(values, index, control, is_bad)
-        return (tail, *results, *means, *residuals, *state)
+        results = [leaf.astype(result.dtype) for leaf, result in zip(leaves, self.means, strict=True)]
+        tail = self.tail(values, index, control, self.not_finite(results) if self.needs_flags else None)
+        return (tail, *results, *means, *state)
 
     def of_state(self, after: Tree) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return the sent values and the kept values of a replica's new model state; traceable."""
-        kept = [one[None] if word == PER_REPLICA else one for word in KEPT for one in self.rule.pick(after, word)]
+        kept = [
+            one[None] if reduction == PER_REPLICA else one
+            for reduction in KEPT
+            for one in self.rule.pick(after, reduction)
+        ]
         return self.rule.sent(after, self._replicas.num_replicas_in_sync), kept
 
     @property
@@ -333,27 +321,10 @@ class ReplicaProgram:
 
         return jax.tree.map(shape, batch)
 
-    def unpack_kept(self, kept: Sequence[Tree]) -> tuple[Sequence[Tree], Mapping[str, Sequence[Tree]]]:
-        """Split a replica's kept values into the new residuals, and the model state's leaves by the words of `KEPT`."""
+    def unpack_kept(self, kept: Sequence[Tree]) -> Mapping[str, Sequence[Tree]]:
+        """Return the leaves of the model state that a replica keeps, by their reduction."""
         rest = iter(kept)
-        counts = {word: self.rule.words.count(word) for word in KEPT}
-        residuals = list(itertools.islice(rest, len(kept) - sum(counts.values())))
-        return residuals, {word: list(itertools.islice(rest, count)) for word, count in counts.items()}
-
-    def _on_the_way(
-        self, leaves: Sequence[jax.Array], values: jax.Array, control: jax.Array, residuals: Sequence[jax.Array]
-    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
-        """Return the gradients in the form in which they leave the replica, and the new residuals."""
-        if self.quantised is None:
-            return [leaf.astype(result.dtype) for leaf, result in zip(leaves, self.means, strict=True)], ()
-        if self.precision.scales_loss:  # residuals must not depend on the scale, which changes
-            scale = jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
-            leaves = [leaf.astype(jnp.float32) / scale for leaf in leaves]
-        old = [one.reshape(shape) for one, shape in zip(residuals, self.quantised.shapes, strict=True)]
-        into = jnp.zeros(self.quantised.payload_size, jnp.int8)
-        weight = values[self.places.weight] if self.places.is_weighted else None
-        payload, new = encode(self.quantised, leaves, old, into, XLA, weight)
-        return [payload], [jnp.atleast_1d(one) for one in new]
+        return {reduction: list(itertools.islice(rest, self.rule.reductions.count(reduction))) for reduction in KEPT}
 
     def _gradients(
         self, variables: Variables, batch: Batch, key: jax.Array, control: jax.Array, model_state: Tree
@@ -472,20 +443,20 @@ class ReplicaProgram:
             check_weight(outcome.weight)
         return ("loss", *metric_names(metrics)), outcome.weight is not None
 
-    def _refuse_float16(self, transfer: GradientTransfer) -> None:
+    def _check_weighted_dtypes(self, transfer: GradientTransfer) -> None:
         """Raise if gradients that are multiplied by weights, such as numbers of tokens, pass through float16."""
         if np.dtype(np.float16) in (np.dtype(dtype) for dtype in self.gradient_dtypes):
             raise ValueError(
                 "the loss function gives weights, but gradients are kept as float16, which overflows when they are "
                 "multiplied by large weights; use gradient_accumulation_dtype='float32', or no weights"
             )
-        if not transfer.is_quantised and any(transfer.dtype_of(dtype) == np.float16 for dtype in self.gradient_dtypes):
+        if any(transfer.dtype_of(dtype) == np.float16 for dtype in self.gradient_dtypes):
             raise ValueError(
                 "the loss function gives weights, but gradients travel as float16, which overflows when they are "
                 "multiplied by large weights; use gradient_transfer_dtype='bfloat16', or no weights"
             )
 
-    def refuse_to_multiply_losses(self, because: str) -> None:
+    def check_losses_scalable(self, because: str) -> None:
         """Raise if a loss cannot be multiplied by its weight before its gradients are computed.
 
         Args:

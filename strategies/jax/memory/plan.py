@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from strategies.exchange.means import Bucket
@@ -13,7 +13,7 @@ from strategies.typing import Batch
 if TYPE_CHECKING:
     import jax
 
-    from strategies.jax.gradients.computation import Kept
+    from strategies.jax.gradients.gradient_programs import StashMemory
 
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 DEVICE, HOST, SHARED = "device", "host", "window"
@@ -56,7 +56,7 @@ class ProgramMemory:
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryBlock:
     """A block of memory that an instance holds from one step to the next, or in each step.
 
     Attributes:
@@ -86,8 +86,8 @@ class MemoryPlan:
 
     instance: int
     local_replicas: int
-    held: Sequence[Held]
-    kept: Sequence[Kept] = ()
+    held: Sequence[MemoryBlock]
+    kept: Sequence[StashMemory] = ()
     programs: Sequence[ProgramMemory] = ()
 
     def nbytes(self, what: str) -> int:
@@ -114,11 +114,7 @@ class MemoryPlan:
 
     def to_json(self) -> dict[str, object]:
         """Return the plan for `json.dumps`."""
-        return {
-            **{name.name: _plain(getattr(self, name.name)) for name in fields(self)},
-            "held_bytes": self.held_bytes,
-            "temporary_bytes": self.temporary_bytes,
-        }
+        return {**asdict(self), "held_bytes": self.held_bytes, "temporary_bytes": self.temporary_bytes}
 
     def __str__(self) -> str:
         blocks = [
@@ -138,41 +134,43 @@ class MemoryPlan:
         return "\n\n".join(blocks)
 
 
-def held_by_means(replicas: Replicas, buckets: Sequence[Bucket], quantised: int, is_private: bool) -> list[Held]:
+def mean_blocks(replicas: Replicas, buckets: Sequence[Bucket], is_private: bool) -> list[MemoryBlock]:
     """Return the memory of mean gradients and of their exchange.
 
     Args:
         replicas: Replicas whose gradients they are.
         buckets: Buckets of gradients.
-        quantised: Size in bytes of the means of quantised gradients.
         is_private: Whether no mean lies in a window.
     """
     communicator = replicas.communicator
-    total, shared = quantised, 0
+    total, shared = 0, 0
     for bucket in buckets:
         for number, array in enumerate(bucket.results):
             total += array.nbytes
             if not is_private and number not in bucket.scattered and communicator.is_shared(array.nbytes):
                 shared += array.nbytes
     return [
-        Held("mean gradients", total - shared, HOST),
-        Held("mean gradients in the window", shared, SHARED, "once for the instances of a host"),
-        Held("window", communicator.window_bytes, SHARED, "for the exchange between instances"),
+        MemoryBlock("mean gradients", total - shared, HOST),
+        MemoryBlock("mean gradients in the window", shared, SHARED, "once for the instances of a host"),
+        MemoryBlock("window", communicator.window_bytes, SHARED, "for the exchange between instances"),
     ]
 
 
-def held_by_data(replicas: Replicas, batch: Batch, nbytes: int, where: str) -> list[Held]:
+def data_blocks(replicas: Replicas, batch: Batch, nbytes: int, where: str) -> list[MemoryBlock]:
     """Return the memory of a batch, and of the batches that are read ahead.
 
     Args:
         replicas: Replicas whose batch it is.
         batch: Batch of the local replicas.
         nbytes: Size of the batch in bytes.
-        where: Place of the batch, as in `Held`.
+        where: Place of the batch, as in `MemoryBlock`.
     """
     dataset = replicas.dataset_of(batch)
     ahead = 0 if dataset is None else dataset.num_read_ahead
-    return [Held("batch", nbytes, where), Held("batches read ahead", ahead * nbytes, where, f"{ahead} of them")]
+    return [
+        MemoryBlock("batch", nbytes, where),
+        MemoryBlock("batches read ahead", ahead * nbytes, where, f"{ahead} of them"),
+    ]
 
 
 def bytes_text(nbytes: int) -> str:
@@ -186,10 +184,6 @@ def bytes_text(nbytes: int) -> str:
 def _row_of(program: ProgramMemory) -> list[str]:
     sizes = (program.arguments, program.temporaries, program.outputs, program.reused)
     return [program.name, *map(bytes_text, sizes), str(program.at_once)]
-
-
-def _plain(value: int | Sequence[Held | Kept | ProgramMemory]) -> object:
-    return value if isinstance(value, int) else [asdict(each) for each in value]
 
 
 def _counted(number: int, what: str) -> str:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import inspect
 import io
+import itertools
 import logging
 import random
 import sys
+import time
 import types
 import weakref
 from collections import deque
@@ -23,35 +25,49 @@ from typing import Any
 import jax
 import numpy as np
 
-from strategies.jax.programs.remembering import SCALARS, digest, is_more, is_what, remembered, state_of
 from strategies.jax.programs.users_code import (
     GONE,
+    SCALARS,
     asked_by_name,
+    check_no_clocks,
     contents_of,
+    digest,
     handed_over,
     instructions_of,
+    is_more,
     is_of_user,
     is_users_module,
+    is_what,
     keys_of,
     only_grown,
-    refuse_clocks,
+    remembered,
+    state_of,
 )
 
 MOST_READS = 4000
 """The most reads that are compared. A function with more has closed over a model, whose JAX arrays do not change."""
 MOST_REMEMBERED = 100_000
 """The most places whose last values are kept."""
+TRACES_APART = 200
+"""A function is traced again after this many times the seconds that a trace takes, so this costs 0.5 % at most."""
+MANY_CHANGES = 20
+"""The number of changes without an effect after which later ones are compared less and less often. JAX keeps about
+0.3 MB of each trace."""
 
 _OPAQUE = ("jax", "jaxlib", "numpy", "optax", "flax", "strategies", "popdist", "collectives", "ml_dtypes")
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _RANDOM = (random.Random, np.random.Generator, np.random.RandomState)
 _last_traced: dict[tuple[int, str], object] = {}
 
+_anew = jax.make_user_context(None)
+"""A context; with another value JAX uses no earlier trace, also of functions that the user has jitted."""
+_values = itertools.count()
+
 logger = logging.getLogger("strategies.jax.programs")
 
 
 @dataclass(frozen=True)
-class _Read:
+class _CapturedValue:
     """A value that a function reads.
 
     Attributes:
@@ -61,6 +77,7 @@ class _Read:
         may_grow: Whether the value is a tuple of the items of a container, and a traced function may add to the
             container.
         grows: Whether the function has added to the container, as to a cache; other functions may add to it too.
+        is_of_array: Whether the value stands for the elements of an array.
     """
 
     name: str
@@ -68,19 +85,16 @@ class _Read:
     seen: object
     may_grow: bool = False
     grows: bool = False
+    is_of_array: bool = False
 
     @property
     def is_same(self) -> bool:
         now = self.get()
         return is_what(self.seen, now) or (self.grows and is_more(self.seen, now))
 
-    @property
-    def has_grown(self) -> bool:
-        return self.may_grow and is_more(self.seen, self.get())
 
-
-class Reads:
-    """A record of the values that functions may read, as they are now.
+class CapturedValues:
+    """The present values that functions may read.
 
     Args:
         functions: Functions that will be traced.
@@ -95,14 +109,14 @@ class Reads:
     """
 
     def __init__(self, *functions: Callable[..., object], follows_keras: bool = False) -> None:
-        self._name = " or ".join(
+        self.name = " or ".join(
             dict.fromkeys(getattr(one, "__qualname__", type(one).__qualname__) for one in functions)
         )
-        walk = _Walk(follows_keras)
+        walk = _CaptureSearch(follows_keras)
         for one in functions:
             walk.follow(one, "")
         if walk.is_stale:  # JAX caches traces of loop bodies, branches and jitted functions
-            logger.info("%s reads values that have changed; JAX's caches are cleared", self._name)
+            logger.info("%s reads values that have changed; JAX's caches are cleared", self.name)
             jax.clear_caches()
         self._reads = walk.reads
         self.of_keras: Sequence[object] = walk.of_keras
@@ -121,14 +135,14 @@ class Reads:
         for read in self._reads:
             if read.is_same:
                 kept.append(read)
-            elif read.has_grown:
+            elif read.may_grow and is_more(read.seen, read.get()):
                 kept.append(replace(read, seen=remembered(read.get()), grows=True))
             elif read.seen != (None,):
                 raise RuntimeError(self._would_be_once(f"has changed {read.name}", "arguments and results for it"))
         self._reads = kept
 
     def _would_be_once(self, what: str, instead: str) -> str:
-        return f"{self._name} {what} while it was compiled, and would do so once and not in each run; use {instead}"
+        return f"{self.name} {what} while it was compiled, and would do so once and not in each run; use {instead}"
 
     @property
     def changed(self) -> str | None:
@@ -144,6 +158,15 @@ class Reads:
         """Return whether all values are unchanged."""
         return self.changed is None
 
+    @property
+    def has_written_arrays(self) -> bool:
+        """Whether elements of arrays have changed."""
+        return any(read.is_of_array and not read.is_same for read in self._reads)
+
+    def accept(self) -> None:
+        """Take the present values as unchanged: the program with them is the same."""
+        self._reads = [read if read.is_same else replace(read, seen=remembered(read.get())) for read in self._reads]
+
     def insist(self, instead: str) -> None:
         """Raise if a constant of the program has changed outside of it.
 
@@ -156,18 +179,93 @@ class Reads:
         changed = self.changed
         if changed is not None:
             raise RuntimeError(
-                f"{self._name} reads {changed}, which is a constant of the compiled function but has changed since; "
+                f"{self.name} reads {changed}, which is a constant of the compiled function but has changed since; "
                 f"hand it over {instead}"
             )
 
 
-class _Walk:
-    """A walk from a function to all values that the function, and the user's functions called by it, may read.
+class RepeatedTrace:
+    """A check that functions traced anew are the program that is in use.
+
+    `CapturedValues` sees at once which of the values that it finds in the code has changed, though the program may not
+    depend on it. A trace sees all values: also environment variables, attributes with computed names, and what
+    libraries read.
+
+    Args:
+        reads: Values that the functions read.
+        before: Lines of the program in use, see `lines_of`.
+        trace: Traces the functions, and returns the lines of their program; None if a trace would have effects.
+        trace_s: Seconds that the first trace took.
+
+    Attributes:
+        trace: As the argument; None where a changed value is an error although the program may not depend on it.
+        doublings: How often the number of steps had doubled when a trace was due last.
+    """
+
+    def __init__(
+        self, reads: CapturedValues, before: Sequence[str], trace: Callable[[], Sequence[str]] | None, trace_s: float
+    ) -> None:
+        self._reads, self._before, self.trace, self.doublings = reads, before, trace, 0
+        self._traced_s, self._wait_s = time.perf_counter(), TRACES_APART * trace_s
+        self._changes = 0  # changes without an effect so far
+
+    def is_cheap(self, waits: int = 1) -> bool:
+        """Return whether the last trace is so long ago, or several times as long, that another one costs little.
+
+        Instances may differ.
+        """
+        return time.perf_counter() - self._traced_s >= waits * self._wait_s
+
+    def insist(self, instead: str, agree: Callable[[Sequence[str]], object] | None) -> None:
+        """Raise if the functions would be compiled to another program.
+
+        Args:
+            instead: Way to hand a value over, for the message.
+            agree: Function that compares the lines of the present program between instances, if a trace is due. If
+                not, the functions are traced only if a value has changed.
+
+        Raises:
+            RuntimeError: The program would be another one.
+        """
+        changed = self._reads.changed
+        if changed is None and agree is None:
+            return
+        if self.trace is None or self._reads.has_written_arrays:  # the program in use may share their memory
+            self._reads.insist(instead)
+            return
+        if agree is None and not self.is_cheap(max(0, self._changes + 1 - MANY_CHANGES)):
+            return
+        begun_s = time.perf_counter()
+        with _anew(next(_values)):
+            now = self.trace()
+        self._traced_s = time.perf_counter()
+        self._wait_s = TRACES_APART * (self._traced_s - begun_s)
+        if agree is not None:
+            agree(now)
+        if now != self._before:
+            self._reads.insist(instead)
+            old, new = next(pair for pair in itertools.zip_longest(self._before, now) if pair[0] != pair[1])
+            raise RuntimeError(
+                f"{self._reads.name} reads a value that has changed since it was compiled, or that differs each time: "
+                f"{old!r} would now be {new!r}; hand the value over {instead}"
+            )
+        self._reads.accept()
+        self._changes += changed is not None
+        if changed is not None and self._changes == MANY_CHANGES:
+            logger.warning(
+                "%s reads %s, which changes again and again; each change costs a trace, so later ones are checked less "
+                "often: hand it over %s",
+                *(self._reads.name, changed, instead),
+            )
+
+
+class _CaptureSearch:
+    """A search of a function, and of the user's functions that it calls, for values that they may read.
 
     Attributes:
         reads: Reads that were found.
         generators: Generators of random numbers, with their names.
-        of_keras: Objects of Keras, see `Reads`.
+        of_keras: Objects of Keras, see `CapturedValues`.
         is_stale: Whether a value has changed since any function that reads it was traced.
     """
 
@@ -175,7 +273,7 @@ class _Walk:
         self.is_stale = False
         self.of_keras: list[object] = []
         self._follows_keras = follows_keras
-        self.reads: list[_Read] = []
+        self.reads: list[_CapturedValue] = []
         self.generators: list[tuple[str, object]] = []
         self._handed: set[str] = set()  # names of possible callbacks of JAX
         self._grown: set[str] = set()  # names of containers to which functions add
@@ -222,7 +320,7 @@ class _Walk:
         for each in sorted({one.argval for one in instructions if one.opname == "IMPORT_NAME"}):
             if is_users_module(sys.modules.get(each)):
                 self._value(sys.modules[each], each)
-        refuse_clocks(function, instructions, cells)
+        check_no_clocks(function, instructions, cells)
 
     def _wrapped(self, function: types.FunctionType, name: str) -> None:
         """Follow the user's functions that a function of a library was given, such as an optimizer's schedule."""
@@ -253,12 +351,22 @@ class _Walk:
         for key in dict.fromkeys(keys):
             self._bound(f"{name}[{key!r}]", functools.partial(value.get, key, GONE), id(value))
 
-    def _read(self, name: str, get: Callable[[], object], place: int, may_grow: bool = False) -> None:
+    def _elements(self, name: str, get: Callable[[], object], array: object) -> None:
+        self._read(f"the elements of {name}", get, id(array), is_of_array=True)
+
+    def _read(
+        self,
+        name: str,
+        get: Callable[[], object],
+        place: int,
+        may_grow: bool = False,
+        is_of_array: bool = False,
+    ) -> None:
         """Note a read; `place` is the identity of the object that holds the value."""
         if len(self.reads) >= MOST_READS:
             return
         now = get()
-        self.reads.append(_Read(name, get, remembered(now), may_grow))
+        self.reads.append(_CapturedValue(name, get, remembered(now), may_grow, is_of_array=is_of_array))
         key = place, name.rpartition(".")[2]
         before = _last_traced.get(key, GONE)
         self.is_stale |= before is not GONE and not is_what(before, now) and not (may_grow and is_more(before, now))
@@ -274,7 +382,7 @@ class _Walk:
             return
         self._seen[id(value)] = value
         if isinstance(value, np.ndarray):
-            self._read(f"the elements of {name}", functools.partial(digest, value), id(value))
+            self._elements(name, functools.partial(digest, value), value)
         elif isinstance(value, Iterator) and not isinstance(value, io.IOBase) and not _is_opaque(type(value)):
             raise RuntimeError(
                 f"{name} is an iterator, a {type(value).__name__}, whose next element would be taken once, while the "
@@ -294,7 +402,7 @@ class _Walk:
         elif isinstance(value, dict | list | tuple | set | frozenset | deque):
             self._container(value, name)
         elif _is_tensor(value):
-            self._read(f"the elements of {name}", functools.partial(getattr, value, "_version"), id(value))
+            self._elements(name, functools.partial(getattr, value, "_version"), value)
         elif _is_of_keras(value):
             self._of_keras(value, name)
         elif _is_opaque(type(value)) and hasattr(value, "assign"):  # a variable of this package
@@ -317,7 +425,7 @@ class _Walk:
             self._value(one, each)
 
     def _of_keras(self, value: object, name: str) -> None:
-        """Note the variables of an object of Keras; its other attributes are constant, or belong to other variables."""
+        """Collect the Keras variables of an object."""
         self.of_keras.append(value)
         self._value(getattr(value, "optimizer", None), f"{name}.optimizer")
         if self._follows_keras:

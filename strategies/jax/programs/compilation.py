@@ -1,6 +1,14 @@
-"""Programs that are compiled once: a folder of executables, one compiling instance per host, and reasons to log.
+"""Programs compiled once for a single device, a folder of executables, and reasons to log.
 
 `poprun --executable-cache-path` names the folder, in which JAX's compilation cache keeps executables.
+
+The last bits of results depend on the way in which XLA compiles a program. XLA compiles a program for several devices
+differently from one for a single device (it merges common expressions earlier). On CPUs it divides a program among the
+cores that the process may use at compilation. So programs of replicas and updates are never compiled for more than one
+device, and always as if there were one core. Inside of large operations, the division of work depends only on the size
+of XLA's thread pool, which is fixed (see `popdist.xla`).
+
+The module also has the interface of variables that a function holds (`CapturedVariables`).
 """
 
 from __future__ import annotations
@@ -11,17 +19,22 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 import strategies.trees as trees
 from popdist.records.private_files import fault_of, fault_of_entries, make_private
-from strategies.jax.programs.determinism import way_out_of_refusals
+from strategies.jax.programs.xla_pitfalls import way_out_of_refusals
 from strategies.late_jax import distributed, jax
-from strategies.typing import Function, Tree
+from strategies.late_jax import jax_core as core
+from strategies.typing import Function, Leaf, Tree
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +127,9 @@ def _processor() -> str:
     return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:12]}"
 
 
-def compile_in_turn(lowered: jax.stages.Lowered, folder: Path | None, wait_s: float = WAIT_S) -> jax.stages.Compiled:
+def compile_once_per_host(
+    lowered: jax.stages.Lowered, folder: Path | None, wait_s: float = WAIT_S
+) -> jax.stages.Compiled:
     """Compile a program: one instance of the host compiles, and the others load the executable.
 
     The instances take turns in order of arrival. An instance that dies gives up its turn. An instance that has waited
@@ -126,24 +141,21 @@ def compile_in_turn(lowered: jax.stages.Lowered, folder: Path | None, wait_s: fl
         folder: Folder of the executables; None to compile at once.
         wait_s: The most seconds to wait for other instances.
     """
-    is_kept = folder is not None and not _calls_back(lowered.as_text())
-    with way_out_of_refusals(), _kept_in(folder, wait_s) if is_kept and folder else contextlib.nullcontext():
+    if folder is not None and any(each in lowered.as_text() for each in _CALLBACKS):
+        folder = None
+    with way_out_of_refusals(), contextlib.nullcontext() if folder is None else _kept_in(folder, wait_s):
         return lowered.compile()
-
-
-def _calls_back(text: str) -> bool:
-    return any(each in text for each in _CALLBACKS)
 
 
 @contextlib.contextmanager
 def _kept_in(folder: Path, wait_s: float) -> Iterator[None]:
-    """Hold the turn for a folder, while JAX keeps the compiled programs in it.
+    """Hold the folder's lock while JAX caches compiled programs in it.
 
     If instances are connected by `jax.distributed`, JAX lets only the first one write (jax/_src/compiler.py). Here they
     write one after another.
     """
     process = distributed.global_state
-    with turn(folder, wait_s) as is_held:
+    with folder_lock(folder, wait_s) as is_held:
         number = process.process_id
         if is_held:
             process.process_id = 0
@@ -153,8 +165,8 @@ def _kept_in(folder: Path, wait_s: float) -> Iterator[None]:
             process.process_id = number
 
 
-def compiled_in_turn(program: jax.stages.Wrapped, folder: Path | None, wait_s: float = WAIT_S) -> Function:
-    """Return the same jitted program, which `compile_in_turn` compiles at its first call.
+def compiled_once_per_host(program: jax.stages.Wrapped, folder: Path | None, wait_s: float = WAIT_S) -> Function:
+    """Return the same jitted program, which `compile_once_per_host` compiles at its first call.
 
     Args:
         program: Result of `jax.jit`.
@@ -169,14 +181,14 @@ def compiled_in_turn(program: jax.stages.Wrapped, folder: Path | None, wait_s: f
         nonlocal is_compiled
         if not is_compiled and not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
             is_compiled = True
-            compile_in_turn(program.lower(*arguments), folder, wait_s)
+            compile_once_per_host(program.lower(*arguments), folder, wait_s)
         return program(*arguments)
 
     return run
 
 
 @contextlib.contextmanager
-def turn(folder: Path, wait_s: float = WAIT_S) -> Iterator[bool]:
+def folder_lock(folder: Path, wait_s: float = WAIT_S) -> Iterator[bool]:
     """Hold a lock that one process of this host can hold for a folder; yield whether it was acquired in time.
 
     A process waits for `wait_s` only once per folder: a holder that takes so long is stopped, or compiles for hours.
@@ -242,3 +254,166 @@ def shapes_by_name(tree: Tree) -> dict[str, str]:
 def _ordinal(number: int) -> str:
     ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10 if number % 100 not in (11, 12, 13) else 0, "th")
     return f"{number}{ending}"
+
+
+# ---- programs
+
+_PASSES = "xla_disable_hlo_passes"
+_UNSEEN = nullcontext()
+_LOOKS_AT_CORES = "cpu-parallel-task-assigner"
+
+
+def compiler_options(environ: Mapping[str, str]) -> dict[str, str] | None:
+    """Return `compiler_options` for `jax.jit` by which the number of cores does not decide bits; None on accelerators.
+
+    Args:
+        environ: Environment variables; XLA passes that the user has disabled in `XLA_FLAGS` stay disabled.
+    """
+    if jax.default_backend() != "cpu":
+        return None
+    disabled = re.findall(rf"--{_PASSES}=(\S+)", environ.get("XLA_FLAGS", ""))[-1:]
+    return {_PASSES: ",".join([*disabled, _LOOKS_AT_CORES])}
+
+
+def jit(function: Function, **options: Any) -> jax.stages.Wrapped:
+    """Return `jax.jit` of a function, with `compiler_options`."""
+    return jax.jit(function, compiler_options=compiler_options(os.environ), **options)
+
+
+def shapes_of(tree: Tree) -> Tree:
+    """Return the shapes and dtypes of a pytree of arrays and numbers."""
+
+    def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
+        array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+    return jax.tree.map(shape, tree)
+
+
+def key_of(tree: Tree) -> Hashable:
+    """Return a key that is equal for trees of the same structure, shapes and dtypes."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
+
+
+class DeviceProgram:
+    """A function compiled once for each device and shapes of arguments; it may run in several threads at once.
+
+    It is traced when it is compiled, and not when it runs.
+
+    Args:
+        function: Traceable function.
+        executables: Folder of compiled programs, or None.
+        donated: Positions of arguments whose memory the results may take over.
+        compiling: Context that is entered while it is compiled.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        executables: Path | None,
+        donated: Sequence[int] = (),
+        compiling: AbstractContextManager[None] = _UNSEEN,
+    ) -> None:
+        self._jitted = jit(function, donate_argnums=tuple(donated), keep_unused=bool(donated))
+        self._executables = executables
+        self._compiling = compiling
+        self._traced: dict[Hashable, jax.stages.Traced] = {}
+        self._compiled: dict[Hashable, jax.stages.Compiled] = {}
+
+    def compiled(self, device: jax.Device, *arguments: Tree) -> jax.stages.Compiled:
+        """Return the executable for a device and arguments of these shapes; it is traced once for all devices.
+
+        Args:
+            device: Device of the executable.
+            arguments: Pytrees of arrays on that device, of host arrays and numbers, or of shapes.
+        """
+        key = _key(arguments)
+        found = self._compiled.get((device, key))
+        if found is None:
+            with self._compiling:
+                with jax.default_device(device):
+                    lowered = self._trace(key, arguments).lower()
+                found = self._compiled[device, key] = compile_once_per_host(lowered, self._executables)
+        return found
+
+    def equations(self, *arguments: Tree) -> core.ClosedJaxpr:
+        """Return the equations that are compiled for arguments of these shapes."""
+        closed: core.ClosedJaxpr = self._trace(_key(arguments), arguments).jaxpr
+        return closed
+
+    def results(self, *arguments: Tree) -> Tree:
+        """Return the shapes and dtypes of the results for arguments of these shapes."""
+        return self._trace(_key(arguments), arguments).out_info
+
+    def _trace(self, key: Hashable, arguments: Sequence[Tree]) -> jax.stages.Traced:
+        if key not in self._traced:
+            self._traced[key] = self._jitted.trace(*arguments)
+        return self._traced[key]
+
+
+def _key(arguments: Sequence[Tree]) -> Hashable:
+    leaves, structure = jax.tree.flatten(arguments)
+    return structure, tuple([_type(leaf) for leaf in leaves]), _settings()
+
+
+def _type(leaf: Leaf) -> Hashable:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.shape, leaf.dtype, bool(leaf.weak_type)
+    aval = jax.typeof(leaf)
+    return aval.shape, aval.dtype, bool(getattr(aval, "weak_type", False))
+
+
+DECIDE_BITS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_numpy_dtype_promotion",
+)
+"""The settings of JAX in a thread that decide how a function is traced, and the bits of its results."""
+
+
+def _settings() -> Hashable:
+    return tuple([getattr(jax.config, name) for name in (*DECIDE_BITS, "jax_debug_nans")])
+
+
+# ---- variables beside arguments and results
+
+
+class CapturedVariables(Protocol):
+    """Variables that a function reads, such as those of Keras models; they become arguments and results of its program.
+
+    `strategy.run` reads `values`, traces a new function in `inside`, and calls `put` after all local replicas have run
+    their program. If that fails, `put` is not called, and the variables keep their values.
+    """
+
+    @property
+    def values(self) -> Sequence[Leaf]:
+        """The values of all variables, for a program."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether these are still all variables; if not, the program is traced again."""
+
+    @contextmanager
+    def inside(self, values: Sequence[Leaf]) -> Iterator[Callable[[], Mapping[int, Leaf]]]:
+        """Give the variables these values while the function is traced; yield a function that returns the changes."""
+
+    def put(self, of_replicas: Sequence[Mapping[int, Leaf]]) -> None:
+        """Assign the values that the local replicas have changed."""
+
+
+class _Nothing:
+    values: Sequence[Leaf] = ()
+    is_current = True
+
+    @contextmanager
+    def inside(self, values: Sequence[Leaf]) -> Iterator[Callable[[], Mapping[int, Leaf]]]:
+        yield dict
+
+    def put(self, of_replicas: Sequence[Mapping[int, Leaf]]) -> None:
+        pass
+
+
+NOTHING_CAPTURED: CapturedVariables = _Nothing()

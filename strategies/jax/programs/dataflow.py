@@ -1,4 +1,4 @@
-"""The dataflow of traced functions: the arguments on which results depend, and operations across elements."""
+"""The dataflow of traced functions: which arrays they change, and whether they combine elements of an array."""
 
 from __future__ import annotations
 

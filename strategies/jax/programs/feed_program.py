@@ -1,20 +1,112 @@
-"""The program that is being traced, as feeds and loops see it."""
+"""The program that is being traced, as feeds and loops see it, and its calls into Python."""
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
+from jax.interpreters import ad, batching, mlir
 
-from strategies.data.replication import TRACED, Replication
-from strategies.jax.programs.host_calls import PIECE_BYTES, call_host
-from strategies.typing import Leaf
+from strategies.data.layout import TRACED, Replication
+from strategies.typing import Function, Leaf, Tree
+
+CALL = "host_call"
+"""The name of the primitive of `call_host`."""
+
+_call = jax.extend.core.Primitive(CALL)
+_call.multiple_results = True
+
+
+def call_host(function: Function, results: Tree, arguments: Sequence[jax.Array], *, is_ordered: bool = False) -> Tree:
+    """Add a call of `function` to the program that is being traced.
+
+    Args:
+        function: Function of NumPy arrays, which it may keep only as copies; it returns NumPy arrays.
+        results: Pytree of the shapes and dtypes of its results.
+        arguments: Arrays of any size. Differentiation refuses them, unless they went through `jax.lax.stop_gradient`.
+        is_ordered: Whether JAX keeps all such calls of the thread in order. After an error in one of them, JAX fails
+            all later programs of the thread that have ordered calls.
+    """
+    shapes, structure = jax.tree.flatten(results)
+
+    def call(*values: Leaf) -> tuple[Leaf, ...]:
+        return tuple(jax.tree.leaves(function(*map(np.asarray, values))))
+
+    arrays = [jnp.asarray(argument) for argument in arguments]
+    if is_ordered:
+        return jax.tree.unflatten(structure, io_callback(call, tuple(shapes), *arrays, ordered=True))
+    avals = tuple(jax.core.ShapedArray(shape.shape, shape.dtype) for shape in shapes)
+    return jax.tree.unflatten(structure, _call.bind(*arrays, call=call, results=avals))
+
+
+def lower_call(context: Any, call: Callable[..., Sequence[Leaf]], operands: Sequence[Leaf]) -> Sequence[Leaf]:
+    """Return the call of Python in the compiled program, for the lowering rule of a primitive.
+
+    Unlike an `io_callback`, it gets views of XLA's memory instead of JAX arrays. JAX arrays take longer, and those of
+    100 KiB or more a thread of XLA's pool. If all threads of the pool wait in callbacks of replicas for such copies,
+    they wait forever (seen with 8 replicas, 8 threads, 100.004 KiB).
+    """
+    results, _, _ = mlir.emit_python_callback(
+        context,
+        call,
+        None,
+        operands,
+        context.avals_in,
+        context.avals_out,
+        has_side_effect=True,
+        returns_token=False,
+    )
+    return results
+
+
+def _raise_no_derivative(primals: Leaf, tangents: Leaf, **_: object) -> NoReturn:
+    raise TypeError("a call of Python has no derivative; put jax.lax.stop_gradient around its arguments")
+
+
+def _batch(arguments: Sequence[Leaf], axes: Sequence[int | None], **parameters: Any) -> tuple[list[Leaf], list[int]]:
+    """Call Python for one row after another, as JAX does for its own calls."""
+    size = next(one.shape[axis] for one, axis in zip(arguments, axes, strict=True) if axis is not None)
+    rows = [
+        jnp.broadcast_to(one, (size, *one.shape)) if axis is None else jnp.moveaxis(one, axis, 0)
+        for one, axis in zip(arguments, axes, strict=True)
+    ]
+    results = jax.lax.map(lambda given: _call.bind(*given, **parameters), rows)
+    return results, [0] * len(results)
+
+
+@functools.cache
+def _effects() -> frozenset[object]:
+    return frozenset(jax.make_jaxpr(lambda: io_callback(lambda: None, None))().effects)
+
+
+_call.def_effectful_abstract_eval(lambda *_, call, results: (results, _effects()))
+ad.primitive_jvps[_call] = _raise_no_derivative
+batching.primitive_batchers[_call] = _batch
+mlir.register_lowering(_call, lambda context, *operands, call, results: lower_call(context, call, operands))
+
+
+def calls_host(jaxpr: jax.extend.core.ClosedJaxpr) -> bool:
+    """Return whether a traced function calls into Python with effects, by `call_host` or by JAX's own functions."""
+    return bool(jaxpr.effects)
+
+
+@functools.cache
+def effects_of_calls() -> frozenset[object]:
+    """Return the effects of an equation for a call of Python; JAX accepts it inside of `jax.checkpoint`.
+
+    There JAX computes the equation once and keeps the result.
+    """
+    return frozenset(jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects)
+
 
 FAILED = -1
 """The token after a feed has failed. The program feeds and fetches nothing more, and its loops end."""
@@ -22,7 +114,8 @@ FAILED = -1
 CHUNK = 8
 """The most elements that arrive, or leave, in one call into Python; the call copies them once more."""
 
-_COLLECTED_BYTES = PIECE_BYTES // CHUNK
+COLLECTED_BYTES = 8 * 1024
+"""The largest value that a loop collects."""
 _TOKENS = 2**30
 
 Put = Callable[[int, list[np.ndarray]], None]
@@ -131,7 +224,7 @@ class FeedProgram:
             self.collected.append(Enqueued(put, arrays))
 
     def _can_collect(self, arrays: Sequence[jax.Array]) -> bool:
-        if sum(array.nbytes for array in arrays) > _COLLECTED_BYTES:
+        if sum(array.nbytes for array in arrays) > COLLECTED_BYTES:
             return False
         made_here = (jnp.zeros(()), *(array for array in arrays if isinstance(array, jax.core.Tracer)))
         return all(map(self.is_here, made_here))

@@ -1,7 +1,7 @@
-"""The programs that JAX traces: looking through their equations, evaluating these one by one, and cutting them.
+"""The programs that JAX traces: looking through their equations, cutting them, and evaluating their segments.
 
-All code that looks into traced programs goes through this file. All cuts are the same operation: streaming gradients,
-recomputation and pipelines only decide which equations make a segment.
+All code that looks into traced programs goes through this file. All cuts are the same operation: recomputation and
+pipelines only decide which equations make a segment.
 """
 
 from __future__ import annotations
@@ -13,10 +13,62 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
-from strategies.jax.programs.segments import Part, ProgramSegment
 from strategies.late_jax import jax
 from strategies.late_jax import jax_core as core
 from strategies.typing import Leaf, Tree
+
+
+@dataclass(frozen=True)
+class ProgramSegment:
+    """A part of a program: `function(*inputs, *intermediates) -> (*results, *intermediates)`.
+
+    Attributes:
+        function: Traceable function.
+        inputs: Positions of the program's flat arguments that it reads.
+        takes: Numbers of the intermediates that it reads.
+        gives: Numbers of the intermediates that it hands on.
+        results: Positions of the program's results that it finishes.
+    """
+
+    function: Callable[..., Sequence[Leaf]]
+    inputs: tuple[int, ...]
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    results: tuple[int, ...]
+
+    def read(self, arguments: Sequence[Leaf], intermediates: Mapping[int, Leaf]) -> list[Leaf]:
+        """Return the arguments of the function."""
+        return [arguments[place] for place in self.inputs] + [intermediates[number] for number in self.takes]
+
+
+Compute = Callable[[int, list[Leaf]], Sequence[Leaf]]
+"""A function (number of a segment, its arguments) -> its results, intermediates last."""
+
+
+def carry_out(
+    segments: Sequence[ProgramSegment], arguments: Sequence[Leaf], compute: Compute
+) -> Iterator[tuple[int, Sequence[Leaf]]]:
+    """Yield the number of each segment with its results, in turn. The next one begins when it is asked for.
+
+    An intermediate is released when it was taken for the last time.
+
+    Args:
+        segments: Segments of the program; each takes only intermediates of earlier segments.
+        arguments: Flat arguments of the program.
+        compute: Function that computes a segment; values may be arrays, tracers or shapes.
+    """
+    last = {taken: number for number, segment in enumerate(segments) for taken in segment.takes}
+    intermediates: dict[int, Leaf] = {}
+    for number, segment in enumerate(segments):
+        read = [arguments[position] for position in segment.inputs]
+        for taken in segment.takes:
+            read.append(intermediates.pop(taken) if last[taken] == number else intermediates[taken])
+        results = compute(number, read)
+        del read  # otherwise the arguments would live as long as the caller uses the results
+        if segment.gives:
+            intermediates.update(zip(segment.gives, results[len(results) - len(segment.gives) :], strict=True))
+        yield number, results
+
 
 Variable: TypeAlias = Any
 """A `jax.extend.core.Var`; its `aval` has a shape here, which JAX's types do not declare."""
@@ -84,18 +136,13 @@ def producers_of(equations: Sequence[Equation]) -> dict[Variable, int]:
     return {variable: number for number, equation in enumerate(equations) for variable in equation.outvars}
 
 
-def ancestors(
-    atoms: Iterable[Atom],
-    equations: Sequence[Equation],
-    producers: Mapping[Variable, int],
-    known: Collection[int] = frozenset(),
-) -> set[int]:
-    """Return the numbers of the equations that some values need, except `known` ones and those needed only by them."""
+def ancestors(atoms: Iterable[Atom], equations: Sequence[Equation], producers: Mapping[Variable, int]) -> set[int]:
+    """Return the numbers of the equations that some values need."""
     found: set[int] = set()
     stack = list(variables(atoms))
     while stack:
         number = producers.get(stack.pop())
-        if number is not None and number not in found and number not in known:
+        if number is not None and number not in found:
             found.add(number)
             stack += variables(equations[number].invars)
     return found
@@ -263,18 +310,9 @@ class Graph:
         """Return the number of the equation that makes a value; -1 for arguments, constants and literals."""
         return -1 if isinstance(atom, core.Literal) else self.producers.get(atom, -1)
 
-    def readers(self, atom: Atom) -> int:
-        """Return how many times a value is an operand."""
-        return sum(atom is read for equation in self.equations for read in equation.invars)
-
-    def ancestors(self, atoms: Iterable[Atom], known: Collection[int] = frozenset()) -> set[int]:
+    def ancestors(self, atoms: Iterable[Atom]) -> set[int]:
         """Return the numbers of the equations that some values need, as the function `ancestors` does."""
-        return ancestors(atoms, self.equations, self.producers, known)
-
-
-def nbytes(atom: Atom) -> int:
-    """Return the size of a value in bytes."""
-    return int(math.prod(atom.aval.shape) * getattr(atom.aval.dtype, "itemsize", 4))
+        return ancestors(atoms, self.equations, self.producers)
 
 
 def _renamed(atom: Atom, names: Mapping[Any, Any]) -> Atom:
@@ -287,11 +325,11 @@ class EquationGroup:
 
     Attributes:
         equations: Numbers of the equations.
-        parts: Results that the segment finishes.
+        results: Results that the segment finishes, by their positions.
     """
 
     equations: Collection[int]
-    parts: Mapping[Part, Atom] = field(default_factory=dict)
+    results: Mapping[int, Atom] = field(default_factory=dict)
 
 
 def cut(
@@ -332,7 +370,7 @@ def _look_back(
     repeated: set[int] = set()
     needed: set[Variable] = set()
     stack = [atom for number in group.equations for atom in graph.equations[number].invars]
-    stack += group.parts.values()
+    stack += group.results.values()
     while stack:
         atom = stack.pop()
         number = graph.place(atom)
@@ -360,7 +398,7 @@ def _segment(
 ) -> ProgramSegment:
     takes, gives = handed_on
     equations = [graph.equations[number] for number in sorted({*group.equations, *repeated})]
-    results = list(group.parts.values())
+    results = list(group.results.values())
     read = set(variables(atom for equation in equations for atom in equation.invars)) | set(variables(results))
     inputs = [number for number, argument in enumerate(graph.arguments) if argument in read]
     constants = [constant for constant in graph.constants if constant in read]
@@ -371,5 +409,5 @@ def _segment(
         tuple(inputs),
         tuple(order[atom] for atom in takes),
         tuple(order[atom] for atom in gives),
-        tuple(group.parts),
+        tuple(group.results),
     )

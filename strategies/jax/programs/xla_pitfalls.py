@@ -14,20 +14,30 @@ import logging
 import mmap
 import resource
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from popdist.xla import FUSIONS, adds_up_wrongly, complain_of_sums, is_measured, is_overruled, right_sums_setting
+from popdist.xla import (
+    DETERMINISTIC,
+    FLAGS_VARIABLE,
+    FUSIONS,
+    adds_up_wrongly,
+    complain_of_sums,
+    deterministic_setting,
+    is_measured,
+    is_overruled,
+    names_deterministic,
+    right_sums_setting,
+)
 from strategies.errors import DeviceError
 from strategies.jax.programs.jaxpr import Equation, Variable, bind, body_of_call, evaluate, variables
 from strategies.late_jax import is_jax_loaded, jax, jnp
 from strategies.late_jax import jax_core as core
 from strategies.typing import Function, Leaf, Tree
-
-logger = logging.getLogger(__name__)
 
 _LIBRARY = "libjax_common.so"
 
@@ -159,7 +169,7 @@ def _used_bytes() -> int:
 # ---- lost precision
 
 
-def refuse_float64(value: Tree, role: str = "input") -> Tree:
+def check_no_float64(value: Tree, role: str = "input") -> Tree:
     """Return the value if JAX will not silently change its precision.
 
     Raises:
@@ -172,7 +182,7 @@ def refuse_float64(value: Tree, role: str = "input") -> Tree:
     return value
 
 
-def refuse_cut_integers(value: Tree) -> Tree:
+def check_integers_fit(value: Tree) -> Tree:
     """Return the value if JAX will not cut off integers.
 
     Raises:
@@ -335,3 +345,41 @@ def _scanned(equation: Equation, given: Sequence[Leaf], zero: jax.Array) -> Sequ
     options = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
     state, rows = jax.lax.scan(step, list(given[first:last]), list(given[last:]), **options)
     return [*state, *rows]
+
+
+logger = logging.getLogger(__name__)
+
+WAY_OUT = "Defaults(deterministic=False) allows operations whose bits differ from run to run (docs: gpus)"
+_COMPLAINT = "determinis"
+
+
+def use_deterministic_operations(environ: MutableMapping[str, str]) -> None:
+    """Make XLA compile deterministic operations on GPUs; warn once if JAX has started already without them.
+
+    XLA then takes the first kernel that works and times none, except for kernels in a cache of timings
+    (xla/backends/autotuner/autotuner.cc). JAX keeps such a cache beside its executables. Other programs may have filled
+    it, so it is turned off.
+
+    Args:
+        environ: `os.environ`, from which XLA reads its flags when JAX starts.
+    """
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "")
+    if not jax_has_started():
+        environ.update(deterministic_setting(environ))
+    elif not names_deterministic(environ):
+        _warn(
+            f"JAX has started without {DETERMINISTIC}=true, so programs on GPUs may give other bits in each run; make "
+            f"the strategy before you use JAX, put the flag into {FLAGS_VARIABLE}, or choose that with "
+            "Defaults(deterministic=False)"
+        )
+
+
+@contextmanager
+def way_out_of_refusals() -> Iterator[None]:
+    """Add a note with the way out to XLA's error about an operation that has no deterministic form."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if _COMPLAINT in str(error):
+            error.add_note(WAY_OUT)
+        raise

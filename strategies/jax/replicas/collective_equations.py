@@ -1,12 +1,8 @@
-"""Collectives between replicas as equations of JAX, with derivatives of any order.
-
-Each collective is a linear map of the values of all replicas. So it acts on tangents as on values, and its transpose is
-another such map. While a program is traced, differentiated and batched, a collective is one equation. Only the compiled
-program calls Python, where the replicas meet.
-"""
+"""Collectives over replicas as equations of a program: their values, derivatives and batches, and their order."""
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,9 +16,78 @@ from jax.interpreters import ad, batching, mlir
 from typing_extensions import override
 
 from collectives.reduction import Reduction
-from strategies.jax.programs.host_calls import effects_of_calls
-from strategies.jax.replicas.replica_groups import ReplicaGroups
-from strategies.typing import Leaf
+from strategies.argument_checks import at_least
+from strategies.jax.programs.feed_program import CALL, effects_of_calls, lower_call
+from strategies.jax.programs.jaxpr import Equation, bind, bodies, body_of_call, evaluate, every_equation, with_bodies
+from strategies.jax.programs.xla_pitfalls import behind, is_true
+from strategies.typing import Function, Leaf, Tree
+
+
+@dataclass(frozen=True)
+class ReplicaGroups:
+    """The division of replicas into groups: blocks of neighbours, or groups orthogonal to such blocks.
+
+    With 8 replicas in groups of 4, the consecutive groups are {0, 1, 2, 3} and {4, 5, 6, 7}. The orthogonal groups are
+    {0, 2, 4, 6} and {1, 3, 5, 7}.
+
+    Attributes:
+        size: Number of replicas per group; 0 for one group of all.
+        is_orthogonal: Whether the distance between members of a group is the number of groups.
+
+    Raises:
+        TypeError: `size` is not an integer.
+        ValueError: `size` is negative.
+    """
+
+    size: int = 0
+    is_orthogonal: bool = False
+
+    def __post_init__(self) -> None:
+        at_least(0, "replica_group_size", self.size)
+
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[int]]) -> ReplicaGroups:
+        """Return the division that these lists of replicas form.
+
+        Raises:
+            ValueError: They do not form equal groups, consecutive or orthogonal.
+        """
+        wanted = tuple(tuple(group) for group in groups)
+        size = len(wanted[0]) if wanted else 0
+        for found in (cls(size), cls(size, is_orthogonal=True)):
+            if size and found._divide(size * len(wanted)) == wanted:
+                return found
+        raise ValueError(
+            f"replica groups {[list(group) for group in groups]} are irregular or empty; use groups of equal size that "
+            "are consecutive, or orthogonal to such groups"
+        )
+
+    def members(self, total_replicas: int) -> tuple[tuple[int, ...], ...]:
+        """Return the replicas of each group, in order.
+
+        Raises:
+            ValueError: The replicas cannot be divided evenly.
+        """
+        if self.size and total_replicas % self.size:
+            sizes = [size for size in range(1, total_replicas + 1) if total_replicas % size == 0]
+            raise ValueError(
+                f"The replica group size (got {self.size}) does not evenly divide the total number of replicas (got "
+                f"{total_replicas}); use one of {', '.join(map(str, sizes))}"
+            )
+        return self._divide(total_replicas)
+
+    def rank(self, replica: Leaf, total_replicas: int) -> Leaf:
+        """Return the place of a replica in its group; the replica may be a traced integer."""
+        members = self.members(total_replicas)
+        return replica // len(members) if self.is_orthogonal else replica % len(members[0])
+
+    def _divide(self, total: int) -> tuple[tuple[int, ...], ...]:
+        size = self.size or total
+        count = total // size
+        if self.is_orthogonal:
+            return tuple(tuple(range(group, total, count)) for group in range(count))
+        return tuple(tuple(range(group * size, (group + 1) * size)) for group in range(count))
+
 
 EQUATION = "cross_replica_collective"
 """The name of the primitive of these equations."""
@@ -242,27 +307,11 @@ def _batch(arguments: Sequence[Leaf], axes: Sequence[int | None], *, collective:
     return replace(collective, kind=kind)(index, jnp.moveaxis(value, of_value, 0)), axis
 
 
-def _lower(context: Any, index: Leaf, value: Leaf, *, collective: Collective) -> Leaf:
-    """Return the call of Python in the compiled program.
-
-    Unlike an `io_callback`, it gets views of XLA's memory instead of JAX arrays. JAX arrays take longer, and beyond 100
-    KiB a thread of XLA's pool (see `host_calls`).
-    """
-
+def _lower(context: Any, index: Leaf, value: Leaf, *, collective: Collective) -> Sequence[Leaf]:
     def come(index: Leaf, value: Leaf) -> tuple[np.ndarray]:
         return (collective.carry_out(collective, int(index), np.asarray(value)),)
 
-    results, _, _ = mlir.emit_python_callback(
-        context,
-        come,
-        None,
-        [index, value],
-        context.avals_in,
-        context.avals_out,
-        has_side_effect=True,
-        returns_token=False,
-    )
-    return results
+    return lower_call(context, come, [index, value])
 
 
 _collective.def_effectful_abstract_eval(_shape)
@@ -270,3 +319,65 @@ ad.primitive_jvps[_collective] = _derive
 ad.primitive_transposes[_collective] = _transpose
 batching.primitive_batchers[_collective] = _batch
 mlir.register_lowering(_collective, _lower)
+
+
+_CALLBACKS = frozenset({"io_callback", CALL, EQUATION})
+
+
+def in_order(function: Function) -> Function:
+    """Return the same function with its callbacks in the order of the code; it must not be differentiated any more."""
+
+    def ordered(*arguments: Tree) -> Tree:
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        results = _evaluate(closed, jax.tree.leaves(arguments), [])
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return ordered
+
+
+def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[Leaf], last: list[Leaf]) -> list[Leaf]:
+    """Evaluate a program whose callbacks wait for the values in `last`; put the results of its last callback there."""
+    jaxpr = closed.jaxpr
+    if not any(map(_is_callback, every_equation(jaxpr))):
+        found: list[Leaf] = jax.core.eval_jaxpr(jaxpr, closed.consts, *arguments)
+        return found
+
+    def results_of(equation: Equation, given: list[Leaf]) -> list[Leaf]:
+        if not _calls_back(equation):
+            return bind(jaxpr, equation, given)
+        body = body_of_call(equation, is_derived=True)
+        if body is None:
+            last[:] = bind(jaxpr, with_bodies(equation, _ordered_body), _behind(last, given))
+            return list(last)
+        # XLA looks inside of calls: before all operands of a call are computed, parts of it may begin.
+        if equation.params.get("prevent_cse"):  # a barrier, as in JAX's own lowering of jax.checkpoint
+            given = jax.lax.optimization_barrier(given)
+        return _evaluate(body, given, last)
+
+    return evaluate(closed, arguments, results_of)
+
+
+def _behind(last: Sequence[Leaf], given: Sequence[Leaf]) -> list[Leaf]:
+    """Return the operands; the smallest of them becomes available only after `last`."""
+    changed = list(given)
+    if last and given:
+        smallest = min(range(len(given)), key=lambda number: jax.numpy.size(given[number]))
+        changed[smallest] = behind(is_true(last), jax.numpy.asarray(given[smallest]))
+    return changed
+
+
+def _ordered_body(body: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """Return the body of a loop or branch, with its callbacks in order."""
+    if not any(map(_is_callback, every_equation(body.jaxpr))):
+        return body
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in body.in_avals]
+    return jax.make_jaxpr(lambda *arguments: _evaluate(body, arguments, []))(*shapes)
+
+
+def _calls_back(equation: Equation) -> bool:
+    inside = itertools.chain.from_iterable(map(every_equation, bodies(equation)))
+    return any(map(_is_callback, itertools.chain([equation], inside)))
+
+
+def _is_callback(equation: Equation) -> bool:
+    return bool(equation.primitive.name in _CALLBACKS)

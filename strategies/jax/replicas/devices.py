@@ -1,10 +1,13 @@
-"""The devices and threads that run an instance's replicas."""
+"""The devices and threads that run an instance's replicas, and the facts about its accelerators."""
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import importlib.util
 import logging
 import os
+import pkgutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
@@ -14,17 +17,31 @@ from typing import TypeVar
 import numpy as np
 
 import strategies.trees as trees
+from collectives.cuda.driver import visible_gpus
 from collectives.instruments import COMPILE, Instruments
-from popdist.xla import POOL_VARIABLE, fix_thread_pool, thread_pool_size
-from strategies.jax.programs.compilation import use_executable_cache
-from strategies.jax.programs.program import DeviceProgram
+from popdist.instance import Instance
+from popdist.timeline.recorder import Recorder
+from popdist.xla import fix_thread_pool
+from strategies.exchange.choice import (
+    CPU,
+    GPU,
+    ON_CPUS,
+    SINGLE,
+    ExchangeChoice,
+    InstanceFacts,
+    agreed_choice,
+    are_facts_needed,
+    asked_exchange,
+)
+from strategies.jax.programs.compilation import DeviceProgram, use_executable_cache
 from strategies.jax.programs.xla_pitfalls import (
-    insist_on_right_sums,
-    refuse_cut_integers,
+    check_integers_fit,
+    jax_has_started,
     use_right_sums,
     warn_of_little_address_space,
 )
-from strategies.late_jax import is_jax_array, jax, jnp
+from strategies.jax.replicas.processes import Membership, RuntimeState, runtime_state
+from strategies.late_jax import is_jax_array, is_jax_loaded, jax, jnp
 from strategies.typing import Function, Leaf, Tree
 
 T = TypeVar("T")
@@ -91,7 +108,7 @@ class ReplicaDevices:
             function: Computation of a replica.
             donated: Positions of arguments whose memory the results may take over.
         """
-        from strategies.jax.replicas.callbacks import in_order  # imports JAX
+        from strategies.jax.replicas.collective_equations import in_order  # imports JAX
 
         return DeviceProgram(in_order(function), self.executables, donated, self.instruments.during[COMPILE])
 
@@ -132,7 +149,7 @@ class ReplicaDevices:
         Raises:
             ValueError: JAX would cut off integers of NumPy.
         """
-        refuse_cut_integers(tree)
+        check_integers_fit(tree)
         if self.waves > 1:
             return tree
         if len(set(self.devices)) == 1:
@@ -221,13 +238,13 @@ class DeviceGrid:
 
 
 def borrow(array: jax.Array | np.ndarray | np.generic) -> np.ndarray:
-    """Return a read-only view of an array on one device, on CPUs without a copy. Random keys stay keys."""
+    """Return a read-only view of an array on the host, without a copy if it is on one CPU. Random keys stay keys."""
     if not is_jax_array(array):
         return np.asarray(array)
     array.block_until_ready()
     dtype = array.dtype
     is_exportable = isinstance(dtype, np.dtype) and dtype.kind in "fiu" and dtype.isbuiltin == 1
-    if is_exportable and array.size and next(iter(array.devices())).platform == "cpu":
+    if is_exportable and array.size and [each.platform for each in array.devices()] == ["cpu"]:
         # A view that `np.asarray` returns would stay cached in the array and keep it from being donated.
         view: np.ndarray = np.from_dlpack(array)  # type: ignore[arg-type]  # JAX declares an older form of the protocol
         return view
@@ -261,60 +278,31 @@ def set_number_of_devices(number: int) -> None:
         logger.debug("JAX has started already, with %d devices", jax.local_device_count())
 
 
-def claim_devices(
-    replicas: range,
-    total_replicas: int,
-    local_index: int = 0,
-    ipus_per_replica: int = 1,
-    instruments: Instruments = _UNSEEN,
-    executables_folder: str = "",
-    is_spread: bool = False,
-    first_device: int | None = None,
-    runs_ahead: bool = True,
-) -> DeviceGrid:
-    """Find devices for each local replica, and set up JAX to compute the same bits wherever replicas run.
+def prepare_start(
+    local: int, total_replicas: int, executables_folder: str = "", runs_ahead: bool = True
+) -> Path | None:
+    """Set up JAX, before it starts, to compute the same bits wherever replicas run; return the folder of executables.
 
     On CPUs replicas run on the first of JAX's devices. JAX gets one CPU device per local replica all the same, for
     programs that put shards on devices of their own, and for simulated accelerators.
 
     Args:
-        replicas: Local replicas.
+        local: Number of local replicas.
         total_replicas: Number of replicas of all instances. It fixes the size of XLA's thread pool, so that replicas
             compute the same bits wherever they run.
-        local_index: Index of this instance on its host, which decides its first accelerator.
-        ipus_per_replica: Number of devices that each replica spans.
-        instruments: Instruments that are told of compilations and of replicas at work.
         executables_folder: Folder of compiled programs if the environment names none; "" for none.
-        is_spread: Whether each replica has a device of its own on CPUs too, as on accelerators.
-        first_device: Position of the first accelerator among those that JAX sees; default: by the local index.
         runs_ahead: Whether this thread has work to do while programs run on a CPU, even if it has only one core.
-
-    Raises:
-        DeviceError: This version of jaxlib would give wrong sums on the CPU; see `insist_on_right_sums`.
     """
     warn_of_little_address_space()
     executables = use_executable_cache(os.environ, executables_folder)
     prepare_environment(total_replicas)
-    if not runs_ahead:
-        _run_in_calling_thread()
-    set_number_of_devices(len(replicas))
-    found = choose_grid(replicas, local_index, executables, ipus_per_replica, instruments, is_spread, first_device)
-    if found.columns[0].is_cpu:
-        insist_on_right_sums(os.environ)
-        if os.environ[POOL_VARIABLE] != str(thread_pool_size(total_replicas)):
-            logger.info("%s is %s; set the same value for all instances", POOL_VARIABLE, os.environ[POOL_VARIABLE])
-    return found
-
-
-def _run_in_calling_thread() -> None:
-    """Make JAX run programs for CPUs in the thread that calls them, if this process has one core.
-
-    In a thread of its own a program would only wait for the calling thread, and the other way round. Each change of
-    threads takes 5 to 10 us, and a step has 4 to 5 of them. The bits are the same. JAX reads the setting when it
-    starts.
-    """
-    if len(os.sched_getaffinity(0)) == 1:
+    if not runs_ahead and len(os.sched_getaffinity(0)) == 1:
+        # Make JAX run programs for CPUs in the thread that calls them. In a thread of its own a program would only wait
+        # for the calling thread, and the other way round. Each change of threads takes 5 to 10 us, and a step has 4 to
+        # 5 of them. The bits are the same. JAX reads the setting when it starts.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
+    set_number_of_devices(local)
+    return executables
 
 
 def choose_grid(
@@ -326,7 +314,7 @@ def choose_grid(
     is_spread: bool = False,
     first_device: int | None = None,
 ) -> DeviceGrid:
-    """Return the devices that `claim_devices` gives to local replicas, once JAX has started, without other effects.
+    """Return the devices of local replicas; this starts JAX.
 
     If there are fewer devices than a replica spans, the replica uses some of them several times.
 
@@ -353,3 +341,115 @@ def choose_grid(
         of_column = tuple(devices[place % len(devices)] for place in places)
         columns.append(ReplicaDevices(of_column, replicas, executables, instruments))
     return DeviceGrid(tuple(columns))
+
+
+# ---- accelerators
+
+_PLUGINS = "jax_plugins"
+_OF_GPUS = ("cuda", "gpu", "rocm")
+
+
+def exchange_of(
+    membership: Membership, platform: str, variables_on_host: bool, gpu: str | None = None
+) -> ExchangeChoice:
+    """Return the exchange of a job, and note it in the timeline. Collective, except on CPUs with the default exchange.
+
+    Args:
+        membership: Membership of this instance.
+        platform: Platform of its replicas.
+        variables_on_host: Whether variables and optimizer state live in host memory.
+        gpu: UUID of its first GPU in another framework than JAX; default: the first GPU by JAX's numbers.
+
+    Raises:
+        DeviceError, ValueError: As in `agreed_choice` and `asked_exchange`.
+    """
+    asked = asked_exchange(membership.defaults.exchange, os.environ)
+    if not are_facts_needed(platform, asked):
+        return ON_CPUS
+    facts = facts_of(membership, platform, variables_on_host)
+    own = facts if gpu is None else replace(facts, gpu=gpu, can_connect=True)  # for another framework than JAX
+    chosen = agreed_choice(membership.communicator, own, asked)
+    for each in membership.communicator.instruments.attached:
+        if isinstance(each, Recorder):
+            each.measured(f"exchange {chosen.path_name}", 1.0)
+    return chosen
+
+
+def facts_of(membership: Membership, platform: str, variables_on_host: bool) -> InstanceFacts:
+    """Return the facts about this instance.
+
+    Args:
+        membership: Membership of this instance.
+        platform: Platform of its replicas.
+        variables_on_host: Whether variables and optimizer state live in host memory.
+    """
+    instance = membership.instance
+    return InstanceFacts(
+        platform,
+        first_gpu(instance) if platform == GPU else "",
+        machine_of(instance),
+        membership.transport if instance.count > 1 else SINGLE,
+        has_nccl(),
+        membership.can_carry_on,
+        variables_on_host,
+        runtime_state(instance.count) in (RuntimeState.UNSTARTED, RuntimeState.CONNECTED),
+    )
+
+
+def expected_platform() -> str:
+    """Return the platform of `jax.local_devices()`, "cpu", "gpu" or another word, without starting JAX.
+
+    A plugin for GPUs counts only if the CUDA driver sees a GPU, because JAX falls back to the CPU without one.
+    """
+    if jax_has_started():
+        return str(jax.local_devices()[0].platform)
+    # If JAX is not imported, the variable from which it will take the option.
+    of_jax = jax.config.jax_platforms if is_jax_loaded() else os.environ.get("JAX_PLATFORMS")  # type: ignore[attr-defined]
+    configured = str(of_jax or "").split(",")[0].strip().lower()
+    if configured:
+        return GPU if configured in _OF_GPUS else configured
+    plugins = _plugins()
+    of_cuda = [each for each in plugins if "cuda" in each]
+    if "rocm" in " ".join(plugins) or (of_cuda and visible_gpus()):
+        return GPU
+    others = [each for each in plugins if each not in of_cuda]
+    if importlib.util.find_spec("libtpu") is not None:
+        others.append("tpu")
+    return others[0] if others else CPU
+
+
+def first_gpu(instance: Instance) -> str:
+    """Return the UUID of the GPU that `choose_grid` gives to an instance's first replica; "" without a driver."""
+    gpus = visible_gpus()
+    place = instance.local_index * instance.local_replicas * instance.ipus_per_replica
+    return gpus[place % len(gpus)].uuid if gpus else ""
+
+
+def machine_of(instance: Instance) -> str:
+    """Return a text that is equal for processes able to map each other's memory: host, boot and namespaces."""
+    parts = [instance.host]
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    parts.append(boot.read_text().strip() if boot.exists() else "")
+    namespaces = (Path("/proc/self/ns") / name for name in ("ipc", "pid"))
+    parts += [str(each.stat().st_ino) for each in namespaces if each.exists()]
+    return " ".join(parts)
+
+
+def has_nccl() -> bool:
+    """Return whether NCCL is installed, as the package that JAX and PyTorch require or as a library of the system."""
+    try:
+        if importlib.util.find_spec("nvidia.nccl") is not None:
+            return True
+    except ModuleNotFoundError:
+        pass
+    folders = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/local/cuda/lib64")
+    return any(Path(folder, "libnccl.so.2").exists() for folder in folders)
+
+
+def _plugins() -> list[str]:
+    """Return the names of the plugins that JAX will load, as `jax._src.xla_bridge.discover_pjrt_plugins` finds them."""
+    names = {entry.value for entry in importlib.metadata.entry_points(group=_PLUGINS)}
+    found = importlib.util.find_spec(_PLUGINS)
+    if found is not None and found.submodule_search_locations:
+        names.update(each.name for each in pkgutil.iter_modules(list(found.submodule_search_locations)))
+    return sorted(name.rpartition(".")[2] for name in names)

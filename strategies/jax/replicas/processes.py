@@ -1,4 +1,4 @@
-"""JAX's multi-process runtime, connected among the instances of a job for compiled collectives.
+"""The membership of an instance in a job, and JAX's multi-process runtime.
 
 `jax.distributed.initialize` needs a coordinator: instance 0 starts it at a free port and tells the others through the
 communicator. The launcher and the communicator decide how a job ends. So JAX's heartbeats, its barrier at the end and
@@ -15,23 +15,119 @@ import math
 import os
 import signal
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import ClassVar, final
 
 import numpy as np
 
-# The private state behind `jax.distributed`. No public function tells the number of processes before JAX starts, or
-# leaves the coordinator without waiting for the other processes.
 from collectives import Communicator
-from popdist.instance import this_host
+from popdist.errors import LifeCycleError
+from popdist.instance import Instance, this_host
 from popdist.leaving import leave_first
 from popdist.process import process
 from popdist.tuning import read_limits
 from popdist.xla import own_autotuning_setting
+from strategies.argument_checks import positive
+from strategies.core.journal import JournalMember, NoJournal
+from strategies.defaults import Defaults, in_force
 from strategies.errors import DeviceError
-from strategies.exchange.host_address import LOOPBACK, own_address_towards
+from strategies.exchange.choice import MPI
+from strategies.exchange.window_path import LOOPBACK, own_address_towards
 from strategies.late_jax import distributed, is_jax_loaded, jax, xla_bridge
+
+
+class Membership(ABC):
+    """The membership of this instance in a job: its identity, and its connection with the other instances.
+
+    There is one subclass for each way to connect instances, beside the strategy that chooses it. Making an object joins
+    the job, in a collective call of all instances. After a loss `Replicas` calls `carry_on`, on all survivors.
+
+    Args:
+        ipus_per_replica: Number of devices that a replica spans; None: the launcher's number.
+        defaults: Defaults of the strategy; None: the defaults of `IPUConfig`, read when something is made for it.
+
+    Attributes:
+        instance: Identity of this process and its replicas, by the present numbers of the instances.
+        communicator: Communicator of the instances that are left.
+        members: Name of the instances in messages, plural.
+        transport: Transport between them: `MPI`, `GRPC` or `HOROVOD` of `strategies.exchange.choice`.
+
+    Raises:
+        TypeError, ValueError: `ipus_per_replica` is not a positive integer, or not poprun's number.
+    """
+
+    members: ClassVar[str] = "these instances"
+    transport: ClassVar[str] = MPI
+
+    def __init__(self, ipus_per_replica: int | None = None, defaults: Defaults | None = None) -> None:
+        self._given_defaults = defaults
+        self._ipus_per_replica = None if ipus_per_replica is None else positive("ipus_per_replica", ipus_per_replica)
+        instance, self.communicator = self.join()
+        self.instance = self._spanning(instance)
+
+    @abstractmethod
+    def join(self) -> tuple[Instance, Communicator]:
+        """Connect with the other instances. Called once, before any other method."""
+
+    @final
+    @property
+    def defaults(self) -> Defaults:
+        """The defaults for objects made for the strategy, see `Strategy.defaults`."""
+        return in_force() if self._given_defaults is None else self._given_defaults
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this instance prints and writes for all; after a loss another instance may become the chief."""
+        return self.instance.is_leader
+
+    @property
+    def can_carry_on(self) -> bool:
+        """Whether the job goes on if an instance is lost."""
+        return False
+
+    @property
+    def journal_member(self) -> JournalMember:
+        """The part of this instance in the journal for instances that join later; by default there is no journal."""
+        return NoJournal()
+
+    def join_survivors(self) -> tuple[Instance, Communicator]:
+        """Connect with the instances that are left. Collective among them. If it raises, this object is unchanged.
+
+        Returns:
+            The new identity of this instance, and the communicator of the instances that are left.
+
+        Raises:
+            LifeCycleError: The job cannot go on.
+        """
+        raise LifeCycleError(
+            f"{self.members} cannot go on without a lost instance; use PopDistStrategy under poprun --on-failure "
+            "shrink, which can"
+        )
+
+    @final
+    def carry_on(self) -> None:
+        """Go on with the instances that are left, see `join_survivors`. If it raises, this object is unchanged."""
+        instance, self.communicator = self.join_survivors()
+        self.instance = self._spanning(instance)
+
+    def _spanning(self, instance: Instance) -> Instance:
+        """Return an instance with the number of devices per replica that the program wants."""
+        wanted = self._ipus_per_replica
+        if wanted is None:
+            return instance
+        if instance.ipus_per_replica not in (1, wanted):
+            raise ValueError(
+                f"ipus_per_replica is {wanted}, but {instance.launcher} says {instance.ipus_per_replica}; leave it "
+                f"out, or start the job with --ipus-per-replica {wanted}"
+            )
+        return replace(instance, ipus_per_replica=wanted)
+
+
+# The private state behind `jax.distributed`. No public function tells the number of processes before JAX starts, or
+# leaves the coordinator without waiting for the other processes.
 
 logger = logging.getLogger(__name__)
 
@@ -108,12 +204,6 @@ def _ranks(states: Sequence[RuntimeState], state: RuntimeState) -> str:
     return f"instance{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
 
 
-def states_of_all(communicator: Communicator) -> list[RuntimeState]:
-    """Return the state of JAX on each instance. Collective."""
-    own = np.array([runtime_state(communicator.size)], np.int32)
-    return [RuntimeState(state) for state in communicator.all_gather(own, name="state of JAX").ravel().tolist()]
-
-
 def connect_processes(communicator: Communicator) -> None:
     """Connect JAX with the JAX of the other instances before it starts here, unless the program has. Collective.
 
@@ -123,7 +213,9 @@ def connect_processes(communicator: Communicator) -> None:
     Raises:
         DeviceError: On all instances, if JAX has started on one of them, or could not connect.
     """
-    states = states_of_all(communicator)
+    own = np.array([runtime_state(communicator.size)], np.int32)
+    of_all = communicator.all_gather(own, name="state of JAX").ravel().tolist()
+    states = [RuntimeState(state) for state in of_all]
     if why := why_unconnected(states):
         raise DeviceError(f"compiled collectives need connected JAX processes, but {why}; or set {_OTHER_WAY}")
     if states[0] == RuntimeState.UNSTARTED:

@@ -1,4 +1,4 @@
-"""The reductions of collectives inside compiled programs, and their names.
+"""The reductions of collectives inside compiled programs, and the replica whose program is being traced.
 
 Semantics: the original's `CollectiveOperator`.
 """
@@ -6,6 +6,7 @@ Semantics: the original's `CollectiveOperator`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 
 import numpy as np
 
@@ -115,3 +116,19 @@ def _mean_of_integers(values: Sequence[jax.Array]) -> jax.Array:
     rounded_down = quotients + remainders // count
     is_cut = (rounded_down < 0) & (remainders % count != 0)
     return (rounded_down + is_cut.astype(wide)).astype(dtype)
+
+
+current: ContextVar[object] = ContextVar("replica", default=None)
+
+
+def check_outside_replica(call: str) -> None:
+    """Refuse a call that concerns all replicas at once, while a replica's program is traced.
+
+    Raises:
+        RuntimeError: A replica's program is being traced; the message names the call.
+    """
+    if current.get() is not None:
+        raise RuntimeError(
+            f"{call} was called by a replica, inside strategy.run or a loss function; call it outside, or use "
+            "strategies.get_replica_context() there"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -18,19 +18,24 @@ import numpy as np
 from collectives import Communicator
 from collectives.reduction import normalise_op
 from popdist.instance import replica_blocks
-from strategies.data.replication import Replication
+from strategies.data.layout import Replication
 from strategies.errors import DeviceError, EndOfDataError, FeedError, SpareError
 from strategies.jax.programs.feed_program import FeedProgram, tracing
-from strategies.jax.replicas.collective_equations import Collective, CollectiveKind, OfReplica, Reduce, without_gradient
-from strategies.jax.replicas.current_replica import current
+from strategies.jax.replicas.collective_equations import (
+    Collective,
+    CollectiveKind,
+    OfReplica,
+    Reduce,
+    ReplicaGroups,
+    without_gradient,
+)
 from strategies.jax.replicas.devices import ReplicaDevices
-from strategies.jax.replicas.reduction_ops import check_dtype
-from strategies.jax.replicas.replica_groups import ReplicaGroups
+from strategies.jax.replicas.reduction_ops import check_dtype, current
 from strategies.typing import Leaf, Tree
 
 
 class ProgramEndListener(Protocol):
-    """The interface of objects, such as outfeeds, that are told of the end of each program with them.
+    """Objects, such as outfeeds, that are notified when a program that uses them ends.
 
     `CrossReplicaReducer.end` calls it once, after all local replicas have ended the program, also if they have failed.
     """
@@ -300,16 +305,13 @@ class CrossReplicaReducer:
         collective = Collective(name, kind, groups, self.total_replicas, self._carry_out)
         if len(collective.members[0]) == 1:
             return value.reshape(collective.shape(value.shape))
-        self._require_lockstep()
-        self._communicator.expect_callbacks()
-        return collective(index, value)
-
-    def _require_lockstep(self) -> None:
         if not self._devices.is_lockstep:
             raise DeviceError(
                 f"{len(self._devices.replicas)} replicas have to wait for each other on {self._devices.width} devices; "
                 "give each replica a device, with fewer replicas or more instances"
             )
+        self._communicator.expect_callbacks()
+        return collective(index, value)
 
     def _carry_out(self, collective: Collective, replica: int, value: np.ndarray) -> np.ndarray:
         """Return a replica's result, once all other replicas of this instance have contributed."""
@@ -347,17 +349,14 @@ class CrossReplicaReducer:
             out = np.empty_like(ordered[0])
             handle = self._communicator.start_ordered_all_reduce(ordered, out, kind.op, name=collective.name)
             return dict.fromkeys(self._devices.replicas, handle.wait())
-        values = contributions if self._stay_inside(members) else self._gather(contributions, collective.name)
+        stay_inside = all(any(set(group) <= set(block) for block in self._blocks) for group in members)
+        values = contributions if stay_inside else self._gather(contributions, collective.name)
         here = [group for group in members if not values.keys().isdisjoint(group)]
         return {
             replica: result
             for group in here
             for replica, result in zip(group, kind.combine([values[one] for one in group]), strict=True)
         }
-
-    def _stay_inside(self, members: Sequence[Sequence[int]]) -> bool:
-        """Return whether every group, of all instances, lies inside of one instance."""
-        return all(any(set(group) <= set(block) for block in self._blocks) for group in members)
 
     def _gather(self, contributions: Mapping[int, np.ndarray], name: str) -> Mapping[int, np.ndarray]:
         """Return the values of all replicas. Instances with one replica less send one more row, which is ignored."""

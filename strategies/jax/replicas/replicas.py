@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, final
@@ -26,43 +26,44 @@ from popdist.records.distribution_settings import DistributionSettings
 from popdist.records.faults import FaultInjector
 from popdist.records.progress import NoProgress, Progress
 from popdist.records.watched import Waits
-from popdist.xla import shared_memory_setting
-from strategies.argument_checks import Axis, parts_along
+from popdist.xla import POOL_VARIABLE, shared_memory_setting, thread_pool_size
+from strategies.argument_checks import Axis, checked_axis, parts_along
+from strategies.core.agreement import ReplicaPrograms, gather_arrays
+from strategies.core.engine import RowResults
 from strategies.core.journal import InstanceProgress, Journal, Recorded
-from strategies.core.members import ReplicaPrograms
-from strategies.core.survival import LOSSES, join, together, warn_where_none_goes_on
+from strategies.core.survival import LOSSES, collectively, join, warn_where_none_goes_on
 from strategies.data.datasets import DistributedDataset
 from strategies.defaults import Defaults
 from strategies.errors import DeviceError, StrategyError
 from strategies.exchange.choice import CPU, GPU, ON_CPUS, ExchangeChoice
-from strategies.holding import Holding
-from strategies.jax.programs.compilation import executables_folder, usual_folder
-from strategies.jax.programs.determinism import use_deterministic_operations
-from strategies.jax.programs.program import DeviceProgram, HeldState
-from strategies.jax.programs.xla_pitfalls import insist_on_right_sums, refuse_cut_integers
-from strategies.jax.replicas.accelerators import exchange_of, expected_platform
-from strategies.jax.replicas.dealing import Dealing, replication_of
+from strategies.jax.programs.compilation import CapturedVariables, DeviceProgram, executables_folder, usual_folder
+from strategies.jax.programs.xla_pitfalls import check_integers_fit, insist_on_right_sums, use_deterministic_operations
 from strategies.jax.replicas.devices import (
     DeviceGrid,
     ReplicaDevices,
     borrow,
-    claim_devices,
+    choose_grid,
+    exchange_of,
+    expected_platform,
     is_key,
     prepare_environment,
+    prepare_start,
     set_number_of_devices,
 )
-from strategies.jax.replicas.entry_nodes import TreeNodes
-from strategies.jax.replicas.membership import Membership
-from strategies.jax.replicas.processes import connect_processes
+from strategies.jax.replicas.processes import Membership, connect_processes
+from strategies.jax.replicas.reduction_ops import check_dtype
+from strategies.jax.replicas.sharding import BatchSharding, TreeNodes, replication_of
 from strategies.late_jax import is_jax_array, is_jax_loaded, jax, jnp, when_jax_is_imported
-from strategies.per_replica import PerReplica
 from strategies.placeholders import Placeholder, packed, unpacked
-from strategies.sinks.opening import asked_sinks
-from strategies.sinks.sinks import JobFacts
+from strategies.sinks.sink import JobFacts
+from strategies.sinks.sinks import asked_sinks
+from strategies.stored_shards import StoredReplicas
 from strategies.typing import Batch, Leaf, Tree
+from strategies.values import PerReplica
 
 if TYPE_CHECKING:
     from strategies.jax.replicas.replica_context import CrossReplicaReducer, ReplicaContext
+
 
 Same = TypeVar("Same")
 
@@ -103,7 +104,6 @@ class Replicas:
         kind: Name of the strategy for messages.
         first_index: First index of this instance, of a spare its rank; poprun names it so also after others were lost.
         num_replicas_in_sync: R, the number of replicas of all instances, also after instances were lost.
-        adds_in_order: Whether sums over replicas have the same bits however the replicas are spread.
         done_so_far: Progress of this instance, for the survivors of a loss.
         journal: Results of the operations, for spares.
         spread: How often the replicas have been spread over other instances.
@@ -113,7 +113,7 @@ class Replicas:
         progress: Connection to the supervisor of this instance.
         faults: Faults that the user has planned for this instance.
         variables_on_host: Whether variables and optimizer state live in host memory.
-        dealing: Distribution of values over the local replicas.
+        sharding: The sharding of values over the local replicas.
         programs: Programs that `Strategy.run` has compiled for these devices; each with the state that it holds, and
             functions that say whether a constant of it is unchanged.
         exchange: Way in which gradients on a device become means; chosen anew when an instance is lost.
@@ -133,7 +133,6 @@ class Replicas:
         self._membership = membership
         self.first_index = process_index(os.environ, membership.instance)
         self.num_replicas_in_sync = membership.instance.total_replicas
-        self.adds_in_order = membership.adds_in_order
         self.done_so_far = InstanceProgress()
         self._journal_member = membership.journal_member
         self.journal = Journal(self._journal_member, self.done_so_far, TreeNodes())
@@ -171,10 +170,10 @@ class Replicas:
         if self.exchange.connects:
             connect_processes(self.communicator)
         self._found: tuple[DeviceGrid, CrossReplicaReducer] | None = None
-        self.dealing = Dealing(
+        self.sharding = BatchSharding(
             instance.local_replica_range, instance.total_replicas, self._batch_sizes, lambda: self.devices
         )
-        self.programs: dict[Any, tuple[DeviceProgram, HeldState, list[Callable[[], bool]]]] = {}
+        self.programs: dict[Any, tuple[DeviceProgram, CapturedVariables, list[Callable[[], bool]]]] = {}
         self._program_numbers = itertools.count()
         if is_jax_loaded() or platform != CPU or self.exchange != ON_CPUS:
             self._find()
@@ -209,28 +208,33 @@ class Replicas:
         from strategies.jax.replicas.replica_context import CrossReplicaReducer  # imports JAX
 
         instance = self.instance
-        grid = claim_devices(
+        total = instance.total_replicas
+        executables = prepare_start(
+            len(instance.local_replica_range),
+            total,
+            self.defaults.executables or (usual_folder(os.environ) if self._has_same_bits else ""),
+            runs_ahead=self.exchange.is_on_device,
+        )
+        grid = choose_grid(
             instance.local_replica_range,
-            instance.total_replicas,
             instance.local_index,
+            executables,
             instance.ipus_per_replica,
             self.instruments,
-            self.defaults.executables or (usual_folder(os.environ) if self._has_same_bits else ""),
             is_spread=self.exchange.is_on_device,
             first_device=self._first_device,
-            runs_ahead=self.exchange.is_on_device or self.streams_gradients,
         )
+        if grid.first.is_cpu:
+            insist_on_right_sums(os.environ)
+            if os.environ[POOL_VARIABLE] != str(thread_pool_size(total)):
+                logger.info("%s is %s; set the same value for all instances", POOL_VARIABLE, os.environ[POOL_VARIABLE])
         if grid.first.is_cpu and self._platform != CPU:
             raise DeviceError(
                 f"JAX was expected to compute on {self._platform!r}, but started on the CPU; make its accelerator work "
                 "(JAX logs the reason), or set JAX_PLATFORMS=cpu on all instances"
             )
         reducer = CrossReplicaReducer(
-            self.communicator,
-            grid.first,
-            instance.total_replicas,
-            not self._add_cross_replica_reductions,
-            is_of_spare=self.is_spare,
+            self.communicator, grid.first, total, not self._add_cross_replica_reductions, is_of_spare=self.is_spare
         )
         return grid, reducer
 
@@ -310,13 +314,13 @@ class Replicas:
         return self.instance.local_replica_range
 
     @property
-    def holding(self) -> Holding:
+    def stored(self) -> StoredReplicas:
         """The replicas whose parts of the state this instance has, if each part is kept twice in case of a loss."""
         hosts = self.communicator.hosts if self.can_carry_on else ()
         own, number = self.local_replicas, self.num_replicas_in_sync
         if len(hosts) > 1:
-            return Holding.of(self.instance_index, hosts, number, self.spread)
-        return Holding(own, range(0), -(-number // self.num_instances), self.spread)
+            return StoredReplicas.of(self.instance_index, hosts, number, self.spread)
+        return StoredReplicas(own, range(0), -(-number // self.num_instances), self.spread)
 
     @property
     def is_chief(self) -> bool:
@@ -336,8 +340,8 @@ class Replicas:
             communicator.barrier(name="duty of the chief")
             return True
 
-        recorded = Recorded[bool]("duty of the chief", lambda done: bool, lambda told: True)
-        together(self, attempt, lambda done, root: done, lambda: True, recorded)
+        recorded = Recorded[bool]("duty of the chief", lambda done: bool, lambda results: True)
+        collectively(self, attempt, lambda done, root: done, lambda: True, recorded)
 
     @property
     def variables_device(self) -> jax.Device:
@@ -349,7 +353,7 @@ class Replicas:
 
     @property
     def streams_gradients(self) -> bool:
-        """Whether a step sends finished gradients to the other instances while it computes the remaining ones."""
+        """Whether a step of PyTorch sends finished gradients to other instances while it computes the others."""
         return self.variables_on_host and self.num_instances > 1
 
     @property
@@ -369,7 +373,7 @@ class Replicas:
     @property
     def is_spare(self) -> bool:
         """Whether this instance waits to take the place of a lost one."""
-        return self._journal_member.is_spare
+        return self._journal_member.is_spare()
 
     def wait_for_values(self) -> None:
         """Wait on a spare, outside of operations, until its placeholders have values; see `Journal.wait_for_values`."""
@@ -393,7 +397,11 @@ class Replicas:
             self._membership.carry_on()  # an error here is final
             self.spread += 1
             self._insist_on_place()
-            is_claimed = self._claim_again()
+            try:
+                self._claim()
+                is_claimed = True
+            except LOSSES as loss:  # during the choice of the exchange
+                logger.info("another instance is lost: %s", loss)
         self.has_carried_on = self.has_unknown_batches = True
         for dataset in self._datasets:
             dataset.redistribute(self.local_replicas)
@@ -407,15 +415,6 @@ class Replicas:
                 f"after a change of the instances this one is instance {own[0]} of {own[1]}, but rank {place[0]} of "
                 f"{place[1]}, so it would drive wrong replicas; this is a fault of PopDist: please report it"
             )
-
-    def _claim_again(self) -> bool:
-        """Claim devices; return False if another instance was lost during the choice of the exchange."""
-        try:
-            self._claim()
-        except LOSSES as loss:
-            logger.info("another instance is lost: %s", loss)
-            return False
-        return True
 
     def adopt(self, dataset: DistributedDataset, rows: int) -> None:
         """Redistribute a data set whenever this instance drives other replicas than before.
@@ -452,12 +451,12 @@ class Replicas:
         dataset = self.dataset_of(batch)
         if dataset is not None:
             return dataset.read_again(batch)
-        self.dealing.refuse_others(batch)
+        self.sharding.check_batch(batch)
         if self.has_unknown_batches and any(replication_of(leaf) is None for leaf in trees.leaves(batch)):
             raise StrategyError(UNKNOWN_BATCH)
         return batch
 
-    def refuse_unknown(self, batches: Iterable[Batch]) -> None:
+    def check_known_batches(self, batches: Iterable[Batch]) -> None:
         """Refuse batches without a data set of a strategy after instances were lost or have joined.
 
         Raises:
@@ -496,7 +495,10 @@ class Replicas:
         paths, structure = trees.flatten_with_path(tree)
 
         def of_root() -> list[np.ndarray]:
-            received = [self._broadcast_leaf(trees.keystr(path), leaf, root) for path, leaf in paths]
+            received = []
+            for path, leaf in paths:
+                array = np.array(jax.random.key_data(leaf) if is_key(leaf) else as_jax_would(leaf), order="C")
+                received.append(self.communicator.broadcast(array, root, name=trees.keystr(path)))
             self.communicator.barrier(name=f"end of broadcast of {len(paths)} leaves")
             return received
 
@@ -505,11 +507,6 @@ class Replicas:
             structure, [self._placed(array, leaf) for array, (_, leaf) in zip(arrays, paths, strict=True)]
         )
         return whole
-
-    def _broadcast_leaf(self, name: str, leaf: Leaf, root: int) -> np.ndarray:
-        array = np.array(jax.random.key_data(leaf) if is_key(leaf) else as_jax_would(leaf), order="C")
-        self.communicator.broadcast(array, root, name=name)
-        return array
 
     def hand_over(self, tree: Same, root: int, joins: bool) -> Same:
         """Return the values of instance `root` if this one joins; otherwise return the tree. Collective.
@@ -543,7 +540,7 @@ class Replicas:
 
     def recorded(self, kind: str, collect: Callable[[], Same]) -> Same:
         """Return host arrays that a collective call returns, on a spare those of the active instances."""
-        recorded = Recorded[Same](kind, packed, lambda told: unpacked(told, self.wait_for_values))
+        recorded = Recorded[Same](kind, packed, lambda results: unpacked(results, self.wait_for_values))
         return self.journal.perform(recorded, collect, survives=False)
 
     def reduce(self, op: str, value: Tree, axis: Axis | None = None) -> Tree:
@@ -567,7 +564,7 @@ class Replicas:
         Raises:
             ValueError: The replicas' trees differ, or the value cannot be distributed.
         """
-        value = self.dealing.deal_argument(value)
+        value = self.sharding.shard_argument(value)
         values = value.values if isinstance(value, PerReplica) else [value] * len(self.local_replicas)
         flat = [trees.flatten(one) for one in values]
         structure = flat[0][1]
@@ -609,5 +606,51 @@ def _borrowed(leaf: Leaf) -> np.ndarray:
 
 def as_jax_would(leaf: Leaf) -> np.ndarray:
     """Convert a leaf like `jnp.asarray`, but on the host, because that compiles a program for each shape and dtype."""
-    array: np.ndarray = refuse_cut_integers(_host_array(leaf))
+    array: np.ndarray = check_integers_fit(_host_array(leaf))
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+
+
+# ---- gathering
+
+
+def row_results(tree: Tree, mask: np.ndarray) -> RowResults:
+    """Return the results of one replica for the rows of a mask, from a tree of host arrays."""
+    leaves, structure = trees.flatten(tree)
+    return RowResults(leaves, partial(trees.unflatten, structure), mask)
+
+
+def concatenated(replicas: Replicas, value: Tree, axis: int) -> Tree:
+    """Return the values of all replicas one after another along an axis, as `Strategy.gather` describes. Collective."""
+    leaves, structure = replicas.local_leaves(value)
+
+    def gathered() -> list[np.ndarray]:
+        return [_concatenated(replicas, arrays, axis, f"gather/{number}") for number, arrays in enumerate(leaves)]
+
+    return trees.unflatten(structure, replicas.recorded("gather", gathered))
+
+
+def _concatenated(replicas: Replicas, arrays: Sequence[np.ndarray], axis: int, name: str) -> np.ndarray:
+    """Return the arrays of all replicas one after another; each is padded to the longest one to travel."""
+    check_dtype(arrays[0].dtype, reduces=False)
+    place = checked_axis(axis, arrays[0].shape)
+    rows = [np.moveaxis(array, place, 0) for array in arrays]
+    rest, dtype = _alike(rows)
+    lengths = np.concatenate(gather_arrays(replicas, [[np.array(len(one))] for one in rows], name)).tolist()
+    padded = [np.zeros((max(lengths), *rest), dtype) for _ in rows]
+    for own, into in zip(rows, padded, strict=True):
+        into[: len(own)] = own
+    found = gather_arrays(replicas, [[one] for one in padded], f"{name} of {dtype}{list(rest)} along {place}")
+    whole = np.concatenate([each[:length] for [each], length in zip(found, lengths, strict=True)])
+    return np.ascontiguousarray(np.moveaxis(whole, 0, place))
+
+
+def _alike(rows: Sequence[np.ndarray]) -> tuple[tuple[int, ...], np.dtype]:
+    """Return the shape of a row and the dtype, which are the same on all replicas."""
+    kinds = {(one.shape[1:], one.dtype) for one in rows}
+    if len(kinds) > 1:
+        shown = " and ".join(sorted(f"{dtype}{list(rest)}" for rest, dtype in kinds))
+        raise ValueError(
+            f"replicas have {shown} along the gathered axis, but only their lengths along it may differ; make them "
+            "alike otherwise"
+        )
+    return next(iter(kinds))

@@ -1,20 +1,196 @@
-"""Variables of programs without a `Trainer`: equal on all replicas, or one per replica until they are read."""
+"""Variables without a `Trainer`, and parts of arrays that are cut into shards."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 import strategies.trees as trees
-from strategies.data.replication import is_in_program
-from strategies.jax.replicas.dealing import mirrored
+from strategies.data.layout import is_in_program
+from strategies.exchange.flat import Shards
+from strategies.exchange.shard_fetcher import ShardFetcher
+from strategies.jax.replicas.devices import borrow
 from strategies.jax.replicas.replicas import Replicas
+from strategies.jax.replicas.sharding import mirrored
 from strategies.late_jax import jax, jnp
-from strategies.per_replica import PerReplica
+from strategies.stored_shards import Find, StoredReplicas, bytes_of
 from strategies.typing import Leaf, Tree
+from strategies.values import PerReplica
+
+
+def shards_of(replicas: Replicas, min_elements: int, keeps_copies: bool = False) -> Shards:
+    """Return the division of arrays among replicas.
+
+    Args:
+        replicas: Replicas of all instances.
+        min_elements: Least number of elements of an array that is cut.
+        keeps_copies: Whether instances also have copies of each other's parts, if the job goes on after a loss.
+    """
+    number, stored = replicas.num_replicas_in_sync, replicas.stored
+    blocks = len(stored.starts) if keeps_copies else 1
+    return Shards(number, stored.slots, min_elements, blocks, number % replicas.num_instances == 0)
+
+
+def take(shards: Shards, leaf: jax.Array, first: jax.Array) -> jax.Array:
+    """Return an instance's part of an array; traceable.
+
+    Args:
+        shards: Division of the array.
+        leaf: Array, whole.
+        first: First replica of each block of the instance, int32.
+    """
+    if not shards.divides(leaf):
+        return leaf
+    flat, part = leaf.reshape(-1), shards.part(leaf)
+    missing = (shards.replicas + (not shards.is_even)) * part - flat.size
+    if missing:
+        flat = jnp.pad(flat, (0, missing))
+    starts = jnp.reshape(first, (shards.blocks,))
+    blocks = [jax.lax.dynamic_slice(flat, (start * part,), (shards.local * part,)) for start in starts]
+    return (jnp.concatenate(blocks) if len(blocks) > 1 else blocks[0]).reshape(shards.shape(leaf))
+
+
+def replica_rows(array: Leaf, stored: StoredReplicas) -> Find:
+    """Return a function that finds replicas' rows in an array, as bytes; see `StoredReplicas.place`.
+
+    Args:
+        array: Parts for `stored`, in `slots` places for each of its blocks.
+        stored: Replicas whose parts they are.
+    """
+
+    def find(replicas: range) -> np.ndarray:
+        rows = bytes_of(borrow(array), len(stored.starts) * stored.slots)
+        first = stored.place(replicas.start)
+        return rows[first : first + len(replicas)]
+
+    return find
+
+
+@dataclass(frozen=True)
+class PartOfArray:
+    """The part of a sharded array that this instance holds.
+
+    Attributes:
+        local: The part.
+        whole: Shape and dtype of the array.
+        shards: Division of the array.
+        replicas: Replicas of the job, which connect the instances.
+    """
+
+    local: jax.Array | np.ndarray
+    whole: jax.ShapeDtypeStruct | trees.ShapeOfArray
+    shards: Shards
+    replicas: Replicas
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        shape: tuple[int, ...] = self.whole.shape
+        return shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the array."""
+        dtype: np.dtype = np.dtype(self.whole.dtype)
+        return dtype
+
+    def gather(self, name: str) -> np.ndarray:
+        """Return the whole array. Collective.
+
+        Args:
+            name: Name of the array for messages.
+        """
+        own: np.ndarray = borrow(self.local).reshape(-1)
+        size = self.shards.local * self.shards.part(self.whole)
+        own = own[:size] if own.size >= size else np.pad(own, (0, size - own.size))
+        parts = self.replicas.communicator.all_gather(np.ascontiguousarray(own), name=f"parts of {name}")
+        whole: np.ndarray = self.shards.join(parts, self.whole, np)
+        return whole
+
+    def of(self, array: Leaf) -> Tree:
+        """Return this instance's part of another array of the same shape, placed like this one."""
+        starts, flat = self.replicas.stored.starts[: self.shards.blocks], np.asarray(array).reshape(-1)
+        blocks = [self.shards.padded(flat[self.shards.bounds(array, start)], array) for start in starts]
+        part = np.concatenate(blocks)[: self.local.size].reshape(self.local.shape)
+        if isinstance(self.local, np.ndarray):
+            return part
+        placed: jax.Array = jax.device_put(part, getattr(self.local, "sharding", None))
+        return placed
+
+
+@dataclass(frozen=True)
+class ShardedTree:
+    """The division of a tree of arrays, some of which are cut into shards.
+
+    Attributes:
+        replicas: Replicas of the job, which connect the instances.
+        shards: Division of arrays.
+        shapes: Shapes and dtypes of all arrays, whole.
+        is_cut: Whether each array is cut, as a tree of the same structure.
+    """
+
+    replicas: Replicas
+    shards: Shards
+    shapes: Tree
+    is_cut: Tree
+
+    def take(self, tree: Tree, first: jax.Array) -> Tree:
+        """Return an instance's parts of whole arrays, as `take` does; traceable."""
+        return trees.map(lambda leaf, is_cut: take(self.shards, leaf, first) if is_cut else leaf, tree, self.is_cut)
+
+    def cut_anew(self, tree: Tree, rows: ShardFetcher, had: StoredReplicas) -> Tree:
+        """Return this instance's parts, and copies, of arrays that are cut for an earlier spread. Collective.
+
+        Args:
+            tree: Parts for that spread.
+            rows: Source of parts.
+            had: Stored replicas of this instance in that spread.
+        """
+        numbers = itertools.count()
+
+        def cut(leaf: Leaf, shape: Leaf, is_cut: bool) -> Leaf:
+            number = next(numbers)
+            return self._cut_anew(leaf, shape, rows, had, f"optimizer state/{number}") if is_cut else leaf
+
+        return trees.map(cut, tree, self.shapes, self.is_cut)
+
+    def _cut_anew(self, leaf: Leaf, whole: Leaf, rows: ShardFetcher, had: StoredReplicas, name: str) -> jax.Array:
+        shards, stored, dtype = self.shards, self.replicas.stored, np.dtype(whole.dtype)
+        width = shards.part(whole) * dtype.itemsize
+        placed = np.zeros((shards.blocks, shards.local, width), np.uint8)
+        blocks = [stored.own, stored.kept][: shards.blocks]
+        for block, found in zip(placed, rows.fetch(blocks, replica_rows(leaf, had), width, name), strict=True):
+            block[: len(found)] = found
+        cut: jax.Array = jnp.array(placed.reshape(-1).view(dtype).reshape(shards.shape(whole)))
+        return cut
+
+    def whole(self, tree: Tree) -> Tree:
+        """Return the tree with a `PartOfArray` for each array that this instance holds only in part."""
+        return trees.map(
+            lambda leaf, shape, is_cut: PartOfArray(leaf, shape, self.shards, self.replicas) if is_cut else leaf,
+            tree,
+            self.shapes,
+            self.is_cut,
+        )
+
+
+def rows_of_replicas(replicas: Replicas) -> Callable[[Leaf], PartOfArray]:
+    """Return a function that makes a `PartOfArray` of an array with the same number of rows for each local replica."""
+    shards = shards_of(replicas, 1)
+
+    def of_all(leaf: Leaf) -> PartOfArray:
+        rows = leaf.shape[0] // len(replicas.local_replicas) * shards.replicas
+        return PartOfArray(leaf, jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), shards, replicas)
+
+    return of_all
+
+
+# ---- variables
 
 Synchronization = Literal["on_write", "on_read"]
 AGGREGATIONS = ("sum", "mean", "only_first_replica")
@@ -60,7 +236,7 @@ class MirroredVariable:
             RuntimeError: A program is being compiled.
             ValueError: Its structure or shapes are not the variable's, or an integer variable cannot hold it.
         """
-        _refuse_in_program("assign")
+        _check_outside_program("assign")
         self._value = self._placed(_like(self._value, _reduced(self._replicas, self._aggregation, value)))
 
     def _placed(self, value: Tree) -> Tree:
@@ -92,7 +268,7 @@ class SyncOnReadVariable:
         Raises:
             RuntimeError: A program is being compiled.
         """
-        _refuse_in_program("read_value")
+        _check_outside_program("read_value")
         return _reduced(self._replicas, self._aggregation, self.values)
 
     def assign(self, value: Tree) -> None:
@@ -108,8 +284,8 @@ class SyncOnReadVariable:
             ValueError: Its structure or shapes are not the variable's, there is not one tree for each replica, or an
                 integer variable cannot hold it or its part of a sum.
         """
-        _refuse_in_program("assign")
-        value = self._replicas.dealing.deal(value)
+        _check_outside_program("assign")
+        value = self._replicas.sharding.shard(value)
         if isinstance(value, PerReplica):
             self.values = PerReplica(tuple(_like(self._layout, one) for one in value), value.replicas)
             return
@@ -142,7 +318,7 @@ def _value_of(leaf: Leaf) -> Tree:
     return leaf.value if isinstance(leaf, MirroredVariable) else leaf
 
 
-def _refuse_in_program(call: str) -> None:
+def _check_outside_program(call: str) -> None:
     if is_in_program():
         raise RuntimeError(
             f"{call} of a variable was called while a program is compiled, and would happen once, not in each run; "
@@ -158,7 +334,7 @@ def _checked(aggregation: str) -> str:
 
 
 def _reduced(replicas: Replicas, aggregation: str, value: Tree) -> Tree:
-    value = replicas.dealing.deal(value)
+    value = replicas.sharding.shard(value)
     if not isinstance(value, PerReplica):
         return value
     if aggregation == "only_first_replica":

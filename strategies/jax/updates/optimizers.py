@@ -12,9 +12,12 @@ from typing import Any, NoReturn, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from typing_extensions import override
 
+from popdist.records.distribution_settings import LEARNING_RATE
+from strategies.jax.programs.compilation import jit
 from strategies.jax.programs.xla_pitfalls import with_rounded_products
 from strategies.typing import Function, Gradients, Leaf, MapGradient, OptimizerState, Variables
 
@@ -37,8 +40,8 @@ AS_WRITTEN = Arithmetic(rounded=lambda function: function)
 
 
 @dataclass(frozen=True)
-class Known:
-    """The results of a step besides its mean gradients, with the same bits on every instance.
+class StepFacts:
+    """The gradient norm and the loss of a step, with the same bits on every instance.
 
     Attributes:
         gradient_norm: Norm of all mean gradients together, float32.
@@ -102,7 +105,7 @@ class StepOptimizer(ABC):
         gradients: Gradients,
         optimizer_state: OptimizerState,
         variables: Variables,
-        known: Known,
+        known: StepFacts,
         arithmetic: Arithmetic,
     ) -> tuple[Variables, OptimizerState]:
         """Return new variables and optimizer state.
@@ -137,7 +140,7 @@ class OptaxOptimizer(StepOptimizer):
     def check(self, gradients: Gradients, variables: Variables) -> None:
         state = jax.eval_shape(self._transformation.init, variables)
         number: Any = jax.ShapeDtypeStruct((), jnp.float32)
-        self._extra(_of_fast(gradients), state, variables, Known(number, number))
+        self._extra(_of_fast(gradients), state, variables, StepFacts(number, number))
 
     @override
     def apply(
@@ -145,7 +148,7 @@ class OptaxOptimizer(StepOptimizer):
         gradients: Gradients,
         optimizer_state: OptimizerState,
         variables: Variables,
-        known: Known,
+        known: StepFacts,
         arithmetic: Arithmetic,
     ) -> tuple[Variables, OptimizerState]:
         gradients = _of_fast(gradients)
@@ -155,7 +158,7 @@ class OptaxOptimizer(StepOptimizer):
         return arithmetic.add(variables, changes), optimizer_state
 
     def _extra(
-        self, gradients: Gradients, optimizer_state: OptimizerState, variables: Variables, known: Known
+        self, gradients: Gradients, optimizer_state: OptimizerState, variables: Variables, known: StepFacts
     ) -> dict[str, Leaf]:
         """Return the extra arguments of an update. The first call traces the update, to find out their names."""
         given = {"value": known.loss, "grad": gradients, "gradient_norm": known.gradient_norm}
@@ -172,7 +175,7 @@ class OptaxOptimizer(StepOptimizer):
         """
         failed: Exception | None = None
         for names in dict.fromkeys([_taken(self._transformation.update, (*given, *_NOT_KNOWN)), ()]):
-            refused = {name: _refuse(name) for name in names if name in _NOT_KNOWN}
+            refused = {name: _unsupported(name) for name in names if name in _NOT_KNOWN}
             extra = {name: given[name] for name in names if name in given}
             try:
                 changes, _ = jax.eval_shape(partial(self._transformation.update, **refused), *arguments, **extra)
@@ -192,12 +195,14 @@ _NOT_KNOWN = ("value_fn", "grad_fn", "obj_fn")
 """The arguments of optax that would compute the loss of all replicas once more, within the update."""
 
 
-def _refuse(name: str) -> Function:
+def _unsupported(name: str) -> Function:
     # Line searches raise at extra arguments that `value_fn` has no name for, even before they call it.
-    def refuse(*_: object, gradient_norm: object = None, grad_fn: object = None, obj_fn: object = None) -> NoReturn:
+    def raise_unsupported(
+        *_: object, gradient_norm: object = None, grad_fn: object = None, obj_fn: object = None
+    ) -> NoReturn:
         raise TypeError(f"it calls {name}, but a step cannot compute the loss of all replicas again within the update")
 
-    return refuse
+    return raise_unsupported
 
 
 def _taken(function: Function, names: Sequence[str]) -> tuple[str, ...]:
@@ -216,17 +221,13 @@ def _optax_function(error: BaseException | None) -> str:
 
 def _require_shapes(changes: Gradients, variables: Variables) -> None:
     """Raise if changes have other shapes than the variables, because adding would broadcast them."""
-    pairs = zip(jax.tree.leaves(changes, is_leaf=_is_none), jax.tree.leaves(variables, is_leaf=_is_none), strict=False)
-    for change, variable in pairs:
+    leaves = (jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None) for tree in (changes, variables))
+    for change, variable in zip(*leaves, strict=False):
         if change is not None and variable is not None and change.shape != variable.shape:
             raise ValueError(
                 f"the optimizer makes a change of shape {list(change.shape)} for a variable of {list(variable.shape)}; "
                 "use one that works on mean gradients: one with differential privacy needs the gradient of each row"
             )
-
-
-def _is_none(leaf: Leaf) -> bool:
-    return leaf is None
 
 
 def _of_fast(gradients: Gradients) -> Gradients:
@@ -264,12 +265,105 @@ def unwrapped(optimizer: AnyOptimizer, outer: MapGradient | None = None) -> tupl
     own = optimizer.gradient_mapping_function
     if not callable(own):
         raise TypeError(f"the gradient_mapping_function is {own!r}; use a function (gradient, variable) -> gradient")
-    both = own if outer is None else _in_turn(own, outer)
+
+    def both(gradient: jax.Array, variable: jax.Array) -> jax.Array:
+        mapped: jax.Array = own(gradient, variable)
+        return mapped if outer is None else outer(mapped, variable)
+
     return unwrapped(optimizer.wrapped_optimizer, both)
 
 
-def _in_turn(first: MapGradient, second: MapGradient) -> MapGradient:
-    return lambda gradient, variable: second(first(gradient, variable), variable)
-
-
 AnyOptimizer: TypeAlias = StepOptimizer | optax.GradientTransformation | MapGradientOptimizer
+
+
+# ---- the learning rates that an optimizer has used, as far as its state tells them
+
+Path: TypeAlias = tuple[object, ...]
+_INJECTED = tuple(
+    kind
+    for name in ("InjectStatefulHyperparamsState", "InjectHyperparamsState")
+    if (kind := getattr(optax, name, None))
+)
+
+
+@final
+class LearningRates:
+    """The learning rates of an optimizer, read from its state after an update.
+
+    Known are the rates of `optax.inject_hyperparams`, and those that a `StepOptimizer` tells. Other rates of optax are
+    in no state.
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, optimizer: AnyOptimizer) -> None:
+        self._optimizer = optimizer
+        self._structure: jax.tree_util.PyTreeDef | None = None
+        self._rates: Sequence[Rate] = ()
+        self._program: Callable[[Sequence[Leaf], int], Sequence[jax.Array]] | None = None
+
+    def of(self, state: OptimizerState, steps: int) -> Callable[[int], Mapping[str, float]] | None:
+        """Return a function that reads the rates of the last `steps` updates; see `Engine.learning_rates`."""
+        leaves, structure = jax.tree.flatten(state)
+        if self._structure is None or structure != self._structure:
+            self._structure = structure
+            of_step = self._optimizer.rates if isinstance(self._optimizer, StepOptimizer) else None
+            self._rates = rates_of(state) if of_step is None else of_step
+            self._program = jit(partial(_computed, tuple(self._rates)), static_argnums=1)
+        if not self._rates or self._program is None:
+            return None
+        # Copies, because the next update uses the state up.
+        values = self._program([_in_reach(leaves[rate.leaf]) for rate in self._rates], steps)
+        return partial(_read, [rate.name for rate in self._rates], values)
+
+
+def rates_of(state: OptimizerState) -> Sequence[Rate]:
+    """Return the scalar learning rates that `optax.inject_hyperparams` keeps in a state."""
+    nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda node: isinstance(node, _INJECTED))
+    inside = (jax.tree_util.GetAttrKey("hyperparams"), jax.tree_util.DictKey(LEARNING_RATE))
+    of_path = {(*path, *inside): path for path, node in nodes if isinstance(node, _INJECTED)}
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    known = [
+        (of_path[path], number)
+        for number, (path, leaf) in enumerate(leaves)
+        if path in of_path and np.shape(leaf) == ()  # an array may scale the elements of a variable
+    ]
+    names = _names([path for path, _ in known])
+    return [Rate(name, number) for name, (_, number) in zip(names, known, strict=True)]
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Return "learning_rate", or for several rates one name each, with the label of `optax.partition` if it has one."""
+    if len(paths) == 1:
+        return [LEARNING_RATE]
+    labels = ["/".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)) for path in paths]
+    are_different = len({*labels, ""}) == len(paths) + 1
+    return [f"{LEARNING_RATE}/{label if are_different else number}" for number, label in enumerate(labels)]
+
+
+def _in_reach(leaf: Leaf) -> Leaf:
+    """Return an array that a program can read; the memory of an offloaded state is no device's."""
+    kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+    return np.asarray(leaf) if kind == "pinned_host" else leaf
+
+
+def _computed(rates: Sequence[Rate], picked: Sequence[Leaf], steps: int) -> list[jax.Array]:
+    """Return for each rate its values in the last updates, or only that in the last one; traceable."""
+    values = []
+    for rate, leaf in zip(rates, picked, strict=True):
+        if rate.schedule is None:
+            values.append(jnp.reshape(leaf, (1,)).astype(jnp.float32))
+            continue
+        counts = jnp.maximum(leaf - jnp.arange(steps, 0, -1, dtype=leaf.dtype), 0)  # those of before each update
+        values.append(jax.lax.map(partial(_scheduled, rate.schedule), counts))
+    return values
+
+
+def _scheduled(schedule: Callable[[Leaf], Leaf], count: jax.Array) -> jax.Array:
+    return jnp.asarray(schedule(count), jnp.float32)
+
+
+def _read(names: Sequence[str], values: Sequence[jax.Array], later: int) -> Mapping[str, float]:
+    found = {name: np.asarray(value) for name, value in zip(names, values, strict=True)}
+    return {name: float(value[-1 - later]) for name, value in found.items() if later < len(value)}

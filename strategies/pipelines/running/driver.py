@@ -77,7 +77,7 @@ class ScheduledAction:
     Attributes:
         device: The device that runs the action, or its part of it.
         action: The action.
-        number: The number of the action in the course.
+        number: The number of the action in the graph.
         releases: The numbers of the actions of other threads that wait for it.
     """
 
@@ -88,8 +88,8 @@ class ScheduledAction:
 
 
 @dataclass(frozen=True)
-class Course:
-    """A timetable in the form that drivers follow.
+class ScheduleGraph:
+    """The actions of a timetable with their dependencies between threads.
 
     Attributes:
         devices: The scheduled actions of each device.
@@ -100,8 +100,8 @@ class Course:
     needs: tuple[int, ...]
 
     @classmethod
-    def of(cls, timetable: Timetable, thread_of: Callable[[Part], object] = itemgetter(0)) -> Course:
-        """Return the course of a timetable.
+    def of(cls, timetable: Timetable, thread_of: Callable[[Part], object] = itemgetter(0)) -> ScheduleGraph:
+        """Return the graph of a timetable.
 
         Args:
             timetable: The timetable.
@@ -124,7 +124,7 @@ class Course:
 
 
 def _needed(timetable: Timetable) -> Iterator[tuple[Part, Sequence[Part]]]:
-    """Yield each part with the parts that it waits for: the makers of its data, and the part before on its device."""
+    """Yield each part with its dependencies: producers of its inputs, and the previous part of its device."""
     for device, actions in enumerate(timetable.devices):
         for before, action in zip([None, *actions], actions, strict=False):
             by_data = [
@@ -137,32 +137,32 @@ def _needed(timetable: Timetable) -> Iterator[tuple[Part, Sequence[Part]]]:
 
 
 @dataclass
-class Drive:
-    """One replica's threads while a course is followed once.
+class ScheduleRunner:
+    """A runner of one replica's actions, once in the order of a timetable, in the threads that call it.
 
     A thread of a device calls `follow`. Other threads call `wait` before each of their actions, and `done` after it.
-    After an error all threads raise `AbandonedError` before their next action, and the drive cannot be used again.
+    After an error all threads raise `AbandonedError` before their next action, and the runner cannot be used again.
 
     Attributes:
-        course: The course of the timetable.
+        schedule_graph: The graph of the timetable.
         begin_s: The time when the pipeline began, on the clock.
         clock: Returns seconds.
         short_s: If actions take less on average, they run one at a time; 0 if actions wait for each other.
     """
 
-    course: Course
+    schedule_graph: ScheduleGraph
     begin_s: float = 0.0
     clock: Callable[[], float] = time.perf_counter
     short_s: float = SHORT_S
 
     def __post_init__(self) -> None:
-        self._needs = list(self.course.needs)
+        self._needs = list(self.schedule_graph.needs)
         self._asleep: dict[int, threading.Lock] = {}  # by the number of the action for which a thread sleeps
         self._ready: deque[threading.Lock] = deque()  # of threads that may go on, and still sleep
         self._busy_s, self._ended = 0.0, _SHORT_AT_FIRST
         self._change = threading.Lock()
         self._has_failed = False
-        self._spans: list[list[Timed]] = [[] for _ in self.course.devices]
+        self._spans: list[list[Timed]] = [[] for _ in self.schedule_graph.devices]
 
     @property
     def spans(self) -> Sequence[Timed]:
@@ -182,27 +182,29 @@ class Drive:
             BaseException: The error of an action; then all other devices end.
         """
         try:
-            turns = self.course.devices[device]
-            for turn, following in zip_longest(turns, turns[1:]):
-                self.wait(turn)
+            actions = self.schedule_graph.devices[device]
+            for scheduled, following in zip_longest(actions, actions[1:]):
+                self.wait(scheduled)
                 with at_once:
                     begin_s = self.clock()
-                    perform(device, turn.action)
-                    self.done(turn, begin_s, following)
+                    perform(device, scheduled.action)
+                    self.done(scheduled, begin_s, following)
         except BaseException:
             self.give_up()
             raise
 
-    def wait(self, turn: ScheduledAction) -> None:
+    def wait(self, scheduled: ScheduledAction) -> None:
         """Wait until an action may begin.
 
         Raises:
             AbandonedError: If another thread has failed.
         """
-        if self._needs[turn.number]:
-            self._sleep(turn.number)
+        if self._needs[scheduled.number]:
+            self._sleep(scheduled.number)
         if self._has_failed:
-            raise AbandonedError(f"device {turn.device} gives up before the {turn.action}: another thread has failed")
+            raise AbandonedError(
+                f"device {scheduled.device} gives up before the {scheduled.action}: another thread has failed"
+            )
 
     def _sleep(self, number: int) -> None:
         with self._change:
@@ -219,21 +221,21 @@ class Drive:
                     return
             limit_s *= 2
 
-    def done(self, turn: ScheduledAction, begin_s: float, following: ScheduledAction | None = None) -> None:
+    def done(self, scheduled: ScheduledAction, begin_s: float, following: ScheduledAction | None = None) -> None:
         """Record an action that began at `begin_s` of the clock and ends now; wake threads that waited for it.
 
         Args:
-            turn: The action.
+            scheduled: The action.
             begin_s: The time when it began.
             following: The next action of this thread; None for none.
         """
         end_s = self.clock()
         times = (begin_s - self.begin_s, end_s - self.begin_s)
-        self._spans[turn.device].append(Timed(turn.device, turn.action, *times))
+        self._spans[scheduled.device].append(Timed(scheduled.device, scheduled.action, *times))
         with self._change:
             self._busy_s += end_s - begin_s
             self._ended += 1
-            for number in turn.releases:
+            for number in scheduled.releases:
                 self._needs[number] -= 1
                 if not self._needs[number] and number in self._asleep:
                     self._ready.append(self._asleep.pop(number))

@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import NoReturn
 
 import numpy as np
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from strategies.core.distributions import look, tell_look
+from strategies.core.agreement import replicas_where
 from strategies.core.journal import Recorded
-from strategies.core.survival import together, warn_of_loss
-from strategies.core.weights import ERROR
-from strategies.errors import StrategyError
+from strategies.core.metrics import layer_statistics, report_layer_statistics
+from strategies.core.options import ERROR, SKIP, is_weighted, weighted_means
+from strategies.core.survival import collectively, warn_of_loss
+from strategies.errors import SpareError, StrategyError, ZeroWeightError
 from strategies.jax.replicas.replicas import Replicas
-from strategies.torch.distributed_model.backward_passes import GradientHooks, ModelPass, passes_over
-from strategies.torch.distributed_model.means import LoopMeans, Turn, received_means, refuse_spares
-from strategies.torch.distributed_model.parts import AveragedParts
-from strategies.torch.distributed_model.progress import LoopState, agree_on_losses, refuse_open_sums
-from strategies.torch.distributed_model.weights import divide_by_weight, has_mean, quotient, refuse_lacking
-from strategies.torch.exchange.host import refuse_to_come_twice
-from strategies.torch.exchange.plan import Tail, Told, refuse_gradients_of_some
-from strategies.torch.layers import layers_of_loop
-from strategies.torch.options import TorchOptions
-from strategies.torch.outcomes import refuse_where_replicas_meet
+from strategies.torch.distributed_model.parts import AveragedParts, MeanPassResult, PassResult
+from strategies.torch.distributed_model.passes import (
+    GradientHooks,
+    LossWeight,
+    ModelPass,
+    PassCounters,
+    call_if_there,
+    has_gradient,
+    is_returned,
+    passes_over,
+)
+from strategies.torch.exchange.host import raise_gradient_came_twice
+from strategies.torch.exchange.plan import Tail, TailValues, check_gradients_on_all
+from strategies.torch.options import TorchOptions, check_weight_with_sync_layers, weighted_loss, weighted_value
 from strategies.torch.replicas.generators import has_baton
-from strategies.torch.replicas.module_parts import Slot
-from strategies.torch.replicas.state import Changes
-from strategies.torch.replicas.sync_batch_norm import seat_in_loop, sync_layers_of
-from strategies.torch.tensors import tensors_in
+from strategies.torch.replicas.gradient_map import GradientMap
+from strategies.torch.replicas.module_parts import ModuleWatch
+from strategies.torch.replicas.sync_batch_norm import sync_context_of_loop, sync_layers_of
+from strategies.torch.tensors import divide, real_views, tensors_in
+from strategies.torch.updates import layers_of_loop, parameters_of
 from strategies.typing import Tree
+
+Closure = Callable[[], torch.Tensor | float]
+"""A function given to an optimizer's `step`, which computes loss and gradients anew."""
+
+_GRAD, _CALL = "torch.autograd.grad", "torch.func.functional_call"  # functions that a warning is about
+_MOST = 3  # parameters named in that warning
 
 
 class GradientAveraging:
@@ -44,30 +58,36 @@ class GradientAveraging:
     first backward pass does this.
 
     Attributes:
+        module: The module.
+        replicas: The replicas of all instances.
+        loop: The state of the loop.
         parts: The parameters and buffers of the module, and the plan of their exchange.
         is_alone: Whether there is one replica, whose gradients are the means.
-        seat: The replica's place among all, for layers that wait for other replicas.
+        sync_context: The replica for which layers that wait for other replicas compute.
     """
 
-    def __init__(self, module: torch.nn.Module, replicas: Replicas, options: TorchOptions, loop: LoopState) -> None:
-        self.loop = loop
-        self._module, self._replicas, self._options = module, replicas, options
+    def __init__(self, module: torch.nn.Module, replicas: Replicas, options: TorchOptions) -> None:
+        self.module, self.replicas, self._options = module, replicas, options
+        watch = ModuleWatch(module)
+        self.loop = PassCounters(options.seed, replicas.local_replicas.start, replicas.instruments.step_begins, watch)
         self.is_alone = replicas.num_replicas_in_sync == 1
         self._streams = options.streams_over(replicas)
         self._meet_the_others()
-        self._hooks = GradientHooks(self.arrived)
-        self.parts = AveragedParts(module, replicas, options, self._hooks)
+        self._hooks = GradientHooks(self.gradient_is_complete)
+        self.parts = AveragedParts(module, replicas, options, watch, self._hooks)
         self._pass: ModelPass | None = None
+        self._ended: PassResult | None = None  # the results of the pass, when it has ended
         self._has_warned = False  # whether it has warned that a lost instance ends the job
-        weakref.finalize(self, refuse_open_sums(self._hooks, loop.weights))
-        if not self.is_alone:
-            weakref.finalize(self, agree_on_losses(self.averages, replicas, loop.weights))
+        self._warned: set[str] = set()  # functions of PyTorch about which it has warned
+        self._last_weight: float | None = None  # of the losses of the last `loss.backward()`
+        before_step = partial(call_if_there, weakref.WeakMethod(self.before_step))
+        weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
 
     def _meet_the_others(self) -> None:
-        self._communicator = self._replicas.communicator
-        self.seat = seat_in_loop(self._module, self._replicas, self._streams)
+        self._communicator = self.replicas.communicator
+        self.sync_context = sync_context_of_loop(self.module, self.replicas, self._streams)
         self.passes = passes_over(self._communicator)
-        self.passes.members.add(self)
+        self.passes.members.add(self.loop.weights)
 
     # ---- collective calls outside of backward passes
 
@@ -77,7 +97,7 @@ class GradientAveraging:
         Args:
             known: The value of `AveragedParts.known` before this step, the same on all instances.
         """
-        if self._communicator is not self._replicas.communicator:
+        if self._communicator is not self.replicas.communicator:
             self.parts.known = known
             if self.parts.exchange is not None:
                 self.follow()
@@ -93,7 +113,7 @@ class GradientAveraging:
         def attempt() -> bool:
             self._meet_the_others()
             self.parts.take_order()
-            self.parts.insist_on_agreement(())
+            self.parts.insist_on_agreement()
             self.parts.begin_alike(0)
             self.parts.make_plan()
             return True
@@ -102,53 +122,53 @@ class GradientAveraging:
             self.parts.begin_alike(root)  # `connect` makes the plan
             return is_done
 
-        recorded = Recorded[bool]("start of a DistributedModel", lambda done: bool, refuse_spares)
-        together(self._replicas, attempt, share, lambda: True, recorded)
+        recorded = Recorded[bool]("start of a DistributedModel", lambda done: bool, raise_on_spare)
+        collectively(self.replicas, attempt, share, lambda: True, recorded)
 
     def _entitle(self) -> None:
         if not self.parts.number:
             self.passes.models += 1
             self.parts.number = self.passes.models
 
-    def join_once(self) -> bool:
-        """Take part in a backward pass of the other instances. Return True if no instance was in a backward pass."""
-        tail = self._average(ModelPass(self, self.parts.plan, set()), is_active=False)
-        return not tail.metrics[0]
-
-    def _plan_anew(self) -> None:
-        """Make a plan for the parameters that are trained now. Collective."""
-        self._entitle()
-        self.parts.plan_anew()
-
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters of the module, as the last forward pass has found them."""
-        return self.parts.parameters
-
     # ---- forward passes
 
     def follow(self) -> bool:
         """Find changes to the module before a forward pass; return False if tensors stand in for its parameters."""
-        is_own = self.parts.follow()
+        is_own = True
+        if self.parts.watch.has_other_parts:
+            is_own = not self.parts.watch.is_swapped
+            if is_own:
+                self.parts.follow()
+            elif not self.is_alone:
+                self._warn(
+                    _CALL,
+                    f"other tensors replace the parameters of a DistributedModel, as in {_CALL}; their gradients are "
+                    "not averaged: they are the gradients of this instance alone",
+                )
         if torch._C._current_graph_task_id() < 0:
             self.passes.settle()  # an earlier backward pass may have failed half-way
         return is_own
 
     def watch(self, outputs: Tree) -> None:
         """Register hooks that report backward passes through the module's outputs."""
-        reached = None
         for node in {tensor.grad_fn for tensor in tensors_in(outputs)}:
             if node is not None:
-                reached = reached or partial(_reached, self)
-                node.register_prehook(reached)
+                node.register_prehook(self.reached)
 
     # ---- a backward pass
 
-    def arrived(self, parameter: torch.Tensor) -> None:
+    def reached(self, gradients: object) -> None:
+        """Handle a backward pass that reaches the outputs of the module. Called by autograd."""
+        if self.loop.syncs:
+            self.passes.enter()
+            if all(one is not self for one in self.passes.reached):
+                self.passes.reached.append(self)
+
+    def gradient_is_complete(self, parameter: torch.Tensor) -> None:
         """Handle a complete gradient. Called by autograd."""
         if parameter.grad is not None and parameter.grad.is_conj():  # means are written over its memory
             parameter.grad = parameter.grad.resolve_conj()
-        self.loop.weights.count(self.passes.weighing.now)
+        self.loop.weights.count(self.passes.weight)
         if not self.loop.syncs:
             self.loop.carry(parameter)
             return
@@ -160,64 +180,35 @@ class GradientAveraging:
             return
         number = self.parts.numbers[id(parameter)]
         if id(parameter) in model_pass.came:
-            refuse_to_come_twice(self.parts.named[number][0])
+            raise_gradient_came_twice(self.parts.named[number][0])
         model_pass.came.add(id(parameter))
         if len(parameter._post_accumulate_grad_hooks) == 1:  # hooks of the program may still change the gradient
             self._take(model_pass, number, parameter.grad)
-            self.passes.begin_ready()
-
-    def look_before(self) -> None:
-        """Look at the gradients before a weighted backward pass."""
-        self.loop.weights.look_before(self.parts.watch.named)
-
-    def look_after(self) -> None:
-        """Look at the gradients after a weighted backward pass."""
-        self.loop.weights.look_after(self.parts.watch.named)
-
-    def weighted_backward(self, loss: torch.Tensor, weight: float, keeps_graph: bool = False) -> None:
-        """Run the backward pass of a loss with a weight, given as it travels.
-
-        Raises:
-            StrategyError: If the weight is 0, the loss is not finite, and the module has a SyncBatchNorm.
-        """
-        meets = not self.is_alone and bool(sync_layers_of(self._module))
-        if meets:
-            refuse_where_replicas_meet(loss, weight, False)
-        self.passes.weighted_backward(loss, weight, keeps_graph, zeroes=weight == 0 and not meets)
-
-    def reached(self) -> None:
-        """Handle a backward pass that reaches the outputs of the module. Called by autograd."""
-        if self.loop.syncs:
-            running = self.passes.enter()
-            if all(one is not self for one in running.reached):
-                running.reached.append(self)
-
-    def averages(self, parameter: torch.Tensor) -> bool:
-        """Return whether gradients of a parameter are averaged."""
-        return self.loop.syncs and parameter in self._hooks
+            self.passes.begin_ready(self.passes.running)
 
     def _enter(self) -> ModelPass:
         self._communicator.refuse_in_child()
-        running = self.passes.enter()
-        found = next((one for one in running.passes if one.model is self), None)
+        self.passes.enter()
+        found = next((one for one in self.passes.running if one.model is self), None)
         if found is None:
-            self.refuse_several()
+            self.check_one_replica()
             self.parts.look_again()
-            found = ModelPass(self, self.parts.plan, running.tasks)
-            running.passes.append(found)
+            exchange = self.parts.exchange
+            found = ModelPass(self, None if exchange is None else exchange.plan, self.passes.tasks)
+            self.passes.running.append(found)
         self._pass = found
         return found
 
-    def refuse_several(self) -> None:
+    def check_one_replica(self) -> None:
         """Raise if this instance drives several replicas. If it is one of several instances, warn once.
 
         Raises:
             StrategyError: If a backward pass of autograd would be that of one of several local replicas.
         """
-        local = len(self._replicas.local_replicas)
+        local = len(self.replicas.local_replicas)
         if local > 1 and has_baton():
             raise StrategyError(
-                f"the loss of another model's backward(loss_fn, batch) goes through this {type(self._module).__name__},"
+                f"the loss of another model's backward(loss_fn, batch) goes through this {type(self.module).__name__},"
                 " whose gradients that call cannot average; freeze it meanwhile: call requires_grad_(False) on its "
                 "module before, and requires_grad_(True) afterwards"
             )
@@ -229,10 +220,35 @@ class GradientAveraging:
         if not self._has_warned:
             self._has_warned = True
             warn_of_loss(
-                self._replicas,
+                self.replicas,
                 "loss.backward() of a DistributedModel is the backward pass of one replica, so no other instance can "
                 "make that of a lost one (model.backward(loss_fn, batch) can)",
             )
+
+    def weighted_backward(self, loss: torch.Tensor, weight: float, keeps_graph: bool = False) -> None:
+        """Run the backward pass of a loss with a weight, given as it travels, through all models.
+
+        Raises:
+            StrategyError: If the weight is 0, the loss is not finite, and the module has a SyncBatchNorm.
+        """
+        meets = not self.is_alone and bool(sync_layers_of(self.module))
+        if meets:
+            check_weight_with_sync_layers(loss, weight, False)
+        of_models = list(self.passes.members)
+        for weights in of_models:
+            weights.look_before()
+        is_zeroed = weight == 0 and not meets  # 0 times NaN is NaN
+        parameters = [one for weights in of_models for one in weights.watch.parameters] if is_zeroed else []
+        zeros = GradientMap(None)
+        zeros.begin(0, 1, 1, weight)
+        self.passes.weight = LossWeight(weight)
+        try:
+            with zeros.attached([(one, one) for one in parameters if one.requires_grad]):
+                weighted_loss(loss, weight).backward(retain_graph=keeps_graph)
+        finally:
+            self.passes.weight = None
+        for weights in of_models:
+            weights.look_after()
 
     def _take(self, model_pass: ModelPass, number: int, gradient: torch.Tensor | None) -> None:
         assert self.parts.exchange is not None
@@ -240,44 +256,159 @@ class GradientAveraging:
         model_pass.take(number)
 
     def reduce(self, bucket: int) -> None:
-        """Exchange one bucket."""
+        """Exchange one bucket. Called in the exchange thread, or while that thread is idle. Collective."""
         assert self.parts.exchange is not None
         self.parts.exchange.reduce_early(bucket)
 
     def fill(self, model_pass: ModelPass) -> None:
-        """Take the gradients that were not taken during the backward pass."""
-        if self.is_alone:
-            return
-        self.parts.refuse_gradients_that_are_gone(model_pass.came)
+        """Take the gradients that were not taken during the backward pass. Called once, when the pass has ended."""
+        if not self.is_alone:
+            self.parts.check_gradients_present(model_pass.came)
+        self._ended = result = self._result_of_pass(model_pass.came, self.loop.weights.total)
         exchange = self.parts.exchange
-        if exchange is None:
+        if self.is_alone or exchange is None:
             return
-        if self.loop.carried:
-            model_pass.came |= {id(one) for _, one in self.parts.named if one.grad is not None} & self.loop.carried
-        gradients = [None] * len(self.parts.named) if self.parts.is_behind else self._gradients(model_pass)
-        if not exchange.plan.is_cut:
+        gradients = self._leaving(result.of(self.parts.named))
+        if not exchange.plan.streams:
             exchange.take_all(gradients)
             return
         for number, gradient in enumerate(gradients):
             if number not in model_pass.taken:
                 self._take(model_pass, number, gradient)
 
-    def _gradients(self, model_pass: ModelPass) -> list[torch.Tensor | None]:
-        return [one.grad if id(one) in model_pass.came else None for _, one in self.parts.named]
+    def _result_of_pass(self, came: set[int], weight: float | None) -> PassResult:
+        """Return the results of the only local replica, given the ids of the parameters whose gradients came."""
+        if self.loop.carried:
+            came = came | self.loop.carried
+        gradients = {number: one.grad for one in self.parts.watch.parameters if (number := id(one)) in came}
+        changes = {} if self.is_alone else self.parts.changes.changed()
+        return PassResult(0.0, gradients, (), changes, (), weight)
 
-    def conclude(self, model_pass: ModelPass) -> None:
-        """Exchange the last bucket, put the means into the gradients, and count the step."""
-        self._pass = None
-        weight, step = self.loop.weights.total, self.loop.step
-        if self.is_alone:
-            came = model_pass.came | self.loop.carried
-            self._divide_alone([one.grad for one in self.parameters if id(one) in came], weight)
-        else:
-            weight = self._finish(model_pass, is_active=True).weight
-        last = self.loop.weights.total
+    def _leaving(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        """Return the gradients; None for all of them if the module needs a new plan."""
+        return [None] * len(gradients) if self.parts.is_behind else gradients
+
+    def conclude(self) -> None:
+        """Exchange the last bucket, put the means into the gradients, and count the step. Called last.
+
+        The exchange thread is idle meanwhile. If this raises another error than a `WeightError`, no further model is
+        concluded.
+        """
+        assert self._ended is not None
+        result, self._pass, self._ended = self._ended, None, None
+        step, self._last_weight = self.loop.step, result.weight
+        means = self.average([result], is_taken=True)
         self.loop.next_step()
-        self.loop.weights.last = last
-        self.end_step(weight, step)
+        self.end_step(means.weight, step)
+
+    def ended_without_gradients(self) -> None:
+        """Warn, once, if the backward pass returned gradients of parameters instead of accumulating them."""
+        if self.is_alone or _GRAD in self._warned:
+            return
+        names = [name for name, one in self.parts.named if one.requires_grad and is_returned(one)]
+        if names:
+            self._warn(
+                _GRAD,
+                f"{_GRAD} has returned gradients of {', '.join(names[:_MOST])} of a DistributedModel, which are "
+                "those of this instance alone; backward() averages the gradients that it adds to parameters",
+            )
+
+    def _warn(self, function: str, message: str) -> None:
+        """Warn the caller of a function of PyTorch, once."""
+        if function not in self._warned:
+            self._warned.add(function)
+            warnings.warn(message, UserWarning, stacklevel=6)
+
+    # ---- means
+
+    def average(self, results: Sequence[PassResult], is_taken: bool = False, is_active: bool = True) -> MeanPassResult:
+        """Average the results of all replicas, in place of the first replica's gradients. Collective.
+
+        Args:
+            results: The results of the local replicas.
+            is_taken: Whether the exchange has their gradients already.
+            is_active: Whether this instance makes the step.
+        """
+        if self.is_alone:
+            [result] = results
+            if result.weight is not None:
+                self.parts.check_weights_supported()
+                _divide(result.gradients.values(), result.weight)
+            return MeanPassResult(_quotient(result.loss, result.weight), (), {}, result.weight)
+        while True:
+            if (exchange := self.parts.exchange) is not None:
+                of_each = [result.of(self.parts.named) for result in results]
+                if not is_taken:
+                    for place, gradients in enumerate(of_each):
+                        exchange.take_all(self._leaving(gradients), place)
+                    for bucket in range(len(exchange.plan.members) - 1):
+                        exchange.reduce_early(bucket)
+                pairs = zip(results, of_each, strict=True)
+                tail = exchange.finish([self._tail_values(*pair, is_active) for pair in pairs])
+                if not tail.metrics[1]:
+                    return self._applied(tail, results, of_each)
+            self._entitle()
+            self.parts.plan_anew()
+            is_taken = False
+
+    def _tail_values(self, result: PassResult, gradients: Sequence[torch.Tensor | None], is_active: bool) -> TailValues:
+        """Return the numbers that travel behind the gradients of a replica."""
+        flags = [gradient is not None for gradient in gradients]
+        changes = result.changes_of(self.parts.slots)
+        numbers = is_active, self.parts.is_behind, result.loss, result.weight or 0.0, result.weight is not None
+        return TailValues(numbers, self.parts.settings_hash(self.loop.step), flags, changes)
+
+    def _applied(
+        self, tail: Tail, results: Sequence[PassResult], of_each: Sequence[list[torch.Tensor | None]]
+    ) -> MeanPassResult:
+        """Write the means into the first replica's gradients and into the buffers, and return them.
+
+        Args:
+            tail: The numbers that have arrived.
+            results: The results of the local replicas.
+            of_each: Their gradients, in the order of the plan.
+        """
+        parts, active, weight = self.parts, float(tail.metrics[0]), None
+        assert parts.exchange is not None
+        if self._options.missing_gradients == ERROR:
+            check_gradients_on_all(
+                parts.exchange.plan,
+                tail.has_gradient,
+                lambda number: [gradients[number] is not None for gradients in of_each],
+                self.replicas,
+                active,
+                ", and freeze it on all of them or on none",
+            )
+        else:
+            self._add_missing(tail.has_gradient, of_each[0])
+        if tail.metrics[4]:
+            if tail.metrics[4] != active:
+                lacks = [result.weight is None for result in results]
+                lacking = replicas_where(self.replicas, lacks, "who gives no weight")
+                raise StrategyError(
+                    f"the losses of the replicas {lacking} have no weight, and those of the others have one; call "
+                    "model.weighted_backward on all of them, or return an Outcome with a weight"
+                )
+            parts.check_weights_supported()
+            weight = float(tail.metrics[3])
+        parts.exchange.give(of_each[0])
+        _divide(of_each[0], weight)
+        slots = [result.slots_of(parts.slots) for result in results]
+        values = parts.buffers.agreed(tail.has_changed, slots, self.replicas)
+        parts.changes.keep({number: value.to(parts.device) for number, value in values.items()})
+        if active == 1:
+            parts.compare_bits(self.loop.step, tail.settings)
+        return MeanPassResult(_quotient(float(tail.metrics[2]), weight), of_each[0], values, weight, active)
+
+    def _add_missing(self, shares: np.ndarray, gradients: list[torch.Tensor | None]) -> None:
+        """Add gradients of zeros, over which means are written, where other replicas have gradients."""
+        for number, (share, (_, parameter)) in enumerate(zip(shares, self.parts.named, strict=True)):
+            if share and gradients[number] is None:
+                parameter.grad = gradients[number] = torch.zeros_like(parameter)
+
+    def join_once(self) -> bool:
+        """Take part in a backward pass of the other instances. Return True if no instance was in a backward pass."""
+        return not self.average([self._result_of_pass(set(), None)], is_active=False).active
 
     def end_step(self, weight: float | None, step: int) -> None:
         """Show the layers of a step to sinks of metrics if they are due; remove the gradients of a step without a mean.
@@ -287,169 +418,101 @@ class GradientAveraging:
             step: The number of steps before this one.
 
         Raises:
-            WeightError: On all instances, if weights have no mean; see `has_mean`.
+            WeightError: On all instances, if a weight is negative or not finite.
+            ZeroWeightError: On all instances, if all weights are 0, and `zero_weight` is "error".
         """
-        is_applied = has_mean(weight, step, self._options.zero_weight)
-        if (settings := self._replicas.distributions) is not None:
-            layers = partial(layers_of_loop, self.parts.watch.named, self._replicas)
-            tell_look(self._replicas, look(settings, step, layers, self._replicas), self._prefix)
+        is_applied = weight is None or is_weighted(weight, step, SKIP)
+        if not is_applied and self._options.zero_weight == ERROR:
+            raise ZeroWeightError(
+                f"all replicas and micro-batches have weight 0 at step {step}, so gradients have no mean and are 0; "
+                "leave such batches out, catch this error and leave optimizer.step() out, or use zero_weight='skip'"
+            )
+        if (settings := self.replicas.distributions) is not None:
+            self._entitle()
+            prefix = "" if self.parts.number == 1 else f"model_{self.parts.number}/"
+            layers = partial(layers_of_loop, self.parts.watch.named, self.replicas)
+            report_layer_statistics(self.replicas, layer_statistics(settings, step, layers, self.replicas), prefix)
         if not is_applied:
-            for one in self.parameters:
+            for one in self.parts.watch.parameters:
                 one.grad = None
 
-    @property
-    def _prefix(self) -> str:
-        """The beginning of the names of this model's layers in sinks."""
-        self._entitle()
-        return "" if self.parts.number == 1 else f"model_{self.parts.number}/"
+    # ---- optimizers
 
-    def _average(self, model_pass: ModelPass, is_active: bool) -> Tail:
-        """Run a whole exchange in one call: take the gradients, then exchange every bucket."""
-        self.fill(model_pass)
-        for bucket in model_pass.ready():
-            self.reduce(bucket)
-        return self._finish(model_pass, is_active)
-
-    def _finish(self, model_pass: ModelPass, is_active: bool) -> Tail:
-        if self.parts.exchange is not None:
-            gradients = self._gradients(model_pass)
-            weight = self.loop.weights.total if is_active else None
-            slots = self.parts.buffers.slots
-            changes = [float(self.parts.changes.has_changed(number, slot)) for number, slot in enumerate(slots)]
-            tail = self.parts.exchange.finish([self._told(gradients, changes, is_active, weight=weight)])
-            if not tail.metrics[1]:
-                return self._apply(tail, [gradients], [slots], [weight])[0]
-        self._plan_anew()
-        again = ModelPass(self, self.parts.plan, model_pass.tasks)
-        again.came = model_pass.came
-        return self._average(again, is_active)
-
-    def _told(
+    def before_step(
         self,
-        gradients: Sequence[torch.Tensor | None],
-        changes: Changes,
-        is_active: bool = True,
-        loss: float = 0,
-        weight: float | None = None,
-    ) -> Told:
-        """Return the numbers that travel behind the gradients of a replica."""
-        flags = tuple(gradient is not None for gradient in gradients)
-        numbers = is_active, self.parts.is_behind, loss, weight or 0.0, weight is not None
-        return Told(numbers, self.parts.agreement.word(self.loop.step), flags, changes)
+        optimizer: torch.optim.Optimizer,
+        arguments: tuple[torch.optim.Optimizer, *tuple[Closure | None, ...]],
+        named: dict[str, Closure | None],
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
+        """Refuse gradients of a step with weights that goes on, and let closures return the mean loss.
 
-    def _apply(
-        self,
-        tail: Tail,
-        of_each: Sequence[list[torch.Tensor | None]],
-        slots: Sequence[Sequence[Slot]],
-        weights: Sequence[float | None],
-    ) -> tuple[Tail, dict[int, torch.Tensor]]:
-        """Put the means into the gradients of the first local replica and into the buffers.
+        Of PyTorch's own optimizers only LBFGS computes with the loss. The others only return it, so they get the loss
+        of this instance.
 
         Args:
-            tail: The numbers that have arrived.
-            of_each: The gradients of each local replica.
-            slots: The buffers and frozen parameters of each local replica.
-            weights: The weight of the losses of each local replica.
+            optimizer: An optimizer that is about to step, with gradients of this model or without.
+            arguments: The arguments of its `step`.
+            named: Those given by name.
 
         Returns:
-            The tail with the mean weight, and the new values of buffers.
+            Other arguments, or None to keep them.
+
+        Raises:
+            StrategyError: If the optimizer would use sums of weighted gradients, which are no means yet.
         """
-        assert self.parts.exchange is not None
-        active = float(tail.metrics[0])
-        if self._options.missing_gradients == ERROR:
-            refuse_gradients_of_some(
-                self.parts.exchange.plan,
-                tail.has_gradient,
-                lambda number: [gradients[number] is not None for gradients in of_each],
-                self._replicas,
-                active,
-                ", and freeze it on all of them or on none",
+        if self.loop.weights.total is not None and any(
+            one in self._hooks and has_gradient(one) for one in parameters_of(optimizer)
+        ):
+            raise StrategyError(
+                f"{type(optimizer).__name__} would use gradients that are sums of weighted gradients, and no means "
+                "yet: the last model.weighted_backward was inside no_sync, or it has failed; make the last pass of a "
+                "step outside of no_sync, or call optimizer.zero_grad() to begin the step again"
             )
-        else:
-            self._add_missing(tail.has_gradient, of_each[0])
-        if tail.metrics[4]:
-            if tail.metrics[4] != active:
-                refuse_lacking(self._replicas, weights)
-            self.parts.refuse_weights()
-            tail = replace(tail, weight=float(tail.metrics[3]))
-        self.parts.exchange.give(of_each[0])
-        divide_by_weight(of_each[0], tail.weight)
-        values = self.parts.buffers.agreed(tail.has_changed, slots, self._replicas)
-        self.parts.changes.keep({number: value.to(self.parts.device) for number, value in values.items()})
-        if active == 1:
-            self.parts.agreement.compare_bits(self.loop.step, tail.settings)
-        return tail, values
+        is_of_pytorch = type(optimizer).__module__.startswith("torch.optim")
+        if self.is_alone or not self.loop.syncs or (is_of_pytorch and not isinstance(optimizer, torch.optim.LBFGS)):
+            return None
+        if not any(one in self._hooks for one in parameters_of(optimizer)):
+            return None
+        if (closure := named.get("closure")) is not None:
+            return arguments, {**named, "closure": partial(self._mean_loss, closure)}
+        _, *given = arguments
+        if given and given[0] is not None:
+            return (optimizer, partial(self._mean_loss, given[0]), *given[1:]), {**named}
+        return None
 
-    def _add_missing(self, shares: np.ndarray, gradients: list[torch.Tensor | None]) -> None:
-        """Add gradients of zeros, over which means are written, where other replicas have gradients."""
-        for number, (share, (_, parameter)) in enumerate(zip(shares, self.parts.named, strict=True)):
-            if share and gradients[number] is None:
-                parameter.grad = gradients[number] = torch.zeros_like(parameter)
-
-    def _divide_alone(self, gradients: Sequence[torch.Tensor | None], weight: float | None) -> None:
-        """Divide the gradients of the only replica by the mean weight of its losses, if they have any."""
-        if weight is not None:
-            self.parts.refuse_weights()
-            divide_by_weight(gradients, weight)
-
-    # ---- several local replicas
-
-    def average(self, turns: Sequence[Turn]) -> LoopMeans:
-        """Average the results of all replicas, and put the means into the gradients of the first turn. Collective."""
-        self.parts.look_again()
-        weights = [turn.weight for turn in turns]
-        if self.is_alone:
-            [turn], [weight] = turns, weights
-            self._divide_alone([turn.gradients[number] for number in turn.came], weight)
-            return LoopMeans(quotient(turn.loss, weight), (), {}, weight)
-        if self.parts.exchange is None:
-            self._plan_anew()
-        while (tail := self._exchanged(turns)).metrics[1]:
-            self._plan_anew()
-        of_each = [turn.of(self.parts.named) for turn in turns]
-        slots = [[slot for slot, _ in turn.in_order(self.parts.buffers.slots)] for turn in turns]
-        tail, values = self._apply(tail, of_each, slots, weights)
-        return LoopMeans(quotient(float(tail.metrics[2]), tail.weight), of_each[0], values, tail.weight)
-
-    def _exchanged(self, turns: Sequence[Turn]) -> Tail:
-        exchange = self.parts.exchange
-        assert exchange is not None
-        none = [None] * len(self.parts.named)
-        of_each = [none if self.parts.is_behind else turn.of(self.parts.named) for turn in turns]
-        for place, gradients in enumerate(of_each):
-            exchange.take_all(gradients, place)
-        for bucket in range(len(exchange.plan.members) - 1):
-            exchange.reduce_early(bucket)
-        told = [
-            self._told(
-                turn.of(self.parts.named),
-                [changed for _, changed in turn.in_order(self.parts.slots)],
-                loss=turn.loss,
-                weight=turn.weight,
-            )
-            for turn in turns
-        ]
-        return exchange.finish(told)
-
-    def shared(self, means: LoopMeans | None, root: int) -> LoopMeans:
-        """Return the means that the instance `root` has. Collective.
-
-        Args:
-            means: The means on instances that have them; None elsewhere.
-            root: The rank of an instance that has them.
-        """
-        slots = {number: slot.tensor for number, slot in enumerate(self.parts.buffers.slots)}
-        slots |= self.parts.buffers.own
-        return received_means(means, self.parts.named, slots, self._replicas.communicator, root)
-
-    # ---- gradients that are not accumulated
-
-    def ended_without_gradients(self) -> None:
-        """Warn, once, if the backward pass returned gradients of parameters instead of accumulating them."""
-        if not self.is_alone:
-            self.parts.local.warn_if_returned()
+    def _mean_loss(self, closure: Closure) -> torch.Tensor:
+        """Return the mean of a closure's loss over all replicas, weighted if it has a weight. Collective."""
+        self._last_weight = None
+        given = closure()
+        loss = given.detach() if isinstance(given, torch.Tensor) else given
+        weight = 1.0 if self._last_weight is None else self._last_weight
+        of_each = [np.array([weighted_value(float(loss), weight), weight])] * len(self.replicas.local_replicas)
+        mean, of_weights = self.replicas.communicator.ordered_all_reduce(of_each, op="mean", name="loss of a closure")
+        with np.errstate(invalid="ignore"):  # all weights may be 0
+            return torch.tensor(float(mean / of_weights), dtype=loss.dtype if isinstance(loss, torch.Tensor) else None)
 
 
-def _reached(averaging: GradientAveraging, gradients: object) -> None:
-    averaging.reached()
+def raise_on_spare(recorded: object) -> NoReturn:
+    """Raise on a spare, given the result of an operation that it cannot replay."""
+    raise SpareError(
+        "a spare cannot follow the loop of a DistributedModel, because it would not get the optimizer and other state "
+        "of the loop; use strategies.torch.Trainer, or start the job without spares. The job goes on without this spare"
+    )
+
+
+def _quotient(mean: float, weight: float | None) -> float:
+    """Return the weighted mean of a loss, float32; the mean itself without weights, NaN for the weight 0."""
+    return mean if weight is None else float(weighted_means(np.array(mean, np.float32), weight))
+
+
+def _divide(gradients: Iterable[torch.Tensor | None], weight: float | None) -> None:
+    """Divide the means of weighted gradients by the mean weight, in place; not by a weight that has no quotient."""
+    if weight is None or not weight > 0:
+        return
+    with torch.no_grad():
+        own = [one for one in real_views([*gradients]) if one is not None]
+        wide = [one.to(torch.promote_types(one.dtype, torch.float32)) for one in own]
+        divide(wide, weight)
+        for one, exact in zip(own, wide, strict=True):
+            if one is not exact:
+                one.copy_(exact)

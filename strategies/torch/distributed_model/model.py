@@ -1,36 +1,57 @@
-"""A module in the program's own training loop, like PyTorch's DistributedDataParallel."""
+"""A module in a training loop of the program, like PyTorch's DistributedDataParallel: passes, and turns of replicas."""
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import NoReturn, SupportsIndex
 
 import numpy as np
 import torch
 from torch.jit import optimized_execution
 
+from collectives.instruments import EXCHANGE, FORWARD_BACKWARD
 from popdist.switches import require_switches
 from strategies.argument_checks import at_least, positive
-from strategies.core.weights import ERROR
+from strategies.core.journal import Recorded
+from strategies.core.options import ERROR
+from strategies.core.survival import lost_with_an_instance, meet, surviving, warn_of_loss
 from strategies.errors import StrategyError
 from strategies.strategy import Strategy
-from strategies.torch.distributed_model.averaging import GradientAveraging
-from strategies.torch.distributed_model.progress import LoopState
-from strategies.torch.distributed_model.turns import LoopTurns, LossOfBatch
-from strategies.torch.exchange.determinism import use_deterministic_operations
-from strategies.torch.memory import keep_freed_memory
-from strategies.torch.options import Aggregation, TorchOptions
-from strategies.torch.outcomes import is_asked_for, number_of, one_of, refuse_losses, states_to
-from strategies.torch.replicas.attributes import Attributes
+from strategies.torch.data import parts_of, tensors_of
+from strategies.torch.distributed_model.averaging import GradientAveraging, raise_on_spare
+from strategies.torch.distributed_model.parts import MeanPassResult, PassResult
+from strategies.torch.options import (
+    Aggregation,
+    TorchOptions,
+    check_loss,
+    is_asked_for,
+    number_of,
+    one_of,
+    outcome_of,
+    states_to,
+    weighted_value,
+)
 from strategies.torch.replicas.generators import has_baton
-from strategies.torch.replicas.groups import groups_of
-from strategies.torch.replicas.module_parts import refuse_to_be_compiled, stop_profiling
-from strategies.torch.replicas.sync_batch_norm import refuse_to_join, sync_layers_of
-from strategies.torch.training import refuse_modules
+from strategies.torch.replicas.gradient_map import groups_of
+from strategies.torch.replicas.guard import check_repetition
+from strategies.torch.replicas.module_parts import check_not_compiled, stop_profiling
+from strategies.torch.replicas.state import Attributes
+from strategies.torch.replicas.sync_batch_norm import check_no_sync_layers, sync_layers_of
+from strategies.torch.replicas.turns import Gradients, ReplicaTurns, TurnsOfStep
+from strategies.torch.tensors import keep_freed_memory, use_deterministic_operations
+from strategies.torch.training import check_module
 from strategies.typing import Batch, Number, Tree
+from strategies.values import Outcome
+
+LossOfBatch = Callable[[Batch], torch.Tensor | Outcome]
+"""(rows of one replica) -> loss, or `Outcome` with the loss and its weight."""
+
+_Begin = Mapping[torch.nn.Parameter, torch.Tensor | None]
+"""The gradients with which each replica begins."""
 
 
 class DistributedModel(torch.nn.Module):
@@ -98,19 +119,20 @@ class DistributedModel(torch.nn.Module):
             missing_gradients=missing_gradients,
             zero_weight=zero_weight,
         )
-        if options.transfer.is_quantised:
-            raise StrategyError(
-                "int8 gradients need residuals, which only strategies.torch.Trainer keeps; use bfloat16"
-            )
-        refuse_modules(module)
+        check_module(module)
         stop_profiling(module)
         if grouped := [name for name, parameter in module.named_parameters() if groups_of(parameter) is not None]:
             raise StrategyError(
                 f"{grouped[0]} has a row for each group of replicas, but a DistributedModel is a single replica; use "
                 "strategies.torch.Trainer, whose replicas are copies of the module"
             )
-        _refuse_to_add_rows_on_device(module)
-        if next(module.parameters()).is_cuda and strategy.defaults.deterministic:
+        device = next(module.parameters()).device
+        if device.type != "cpu" and (layers := sync_layers_of(module)):
+            raise StrategyError(
+                f"SyncBatchNorm {next(iter(layers))!r} is on {device}, but a DistributedModel adds its statistics on "
+                "the host; use BatchNorm, or move the module to the CPU"
+            )
+        if device.type == "cuda" and strategy.defaults.deterministic:
             use_deterministic_operations(os.environ)
         if intra_op_threads is not None:
             torch.set_num_threads(intra_op_threads)
@@ -118,11 +140,12 @@ class DistributedModel(torch.nn.Module):
         self.module = module
         self._strategy = strategy
         self._options = options
-        replica = strategy.replicas.local_replicas.start
-        loop = LoopState(options.seed, replica, strategy.replicas.instruments.step_begins)
-        self._averaging = GradientAveraging(module, strategy.replicas, options, loop)
+        self._connect()
         self._averaging.start()
-        self._turns = LoopTurns(module, strategy.replicas, self._averaging)
+
+    def _connect(self) -> None:
+        self._averaging = GradientAveraging(self.module, self._strategy.replicas, self._options)
+        self._turns = ReplicaBackward(self._averaging)
 
     @property
     def replica(self) -> int:
@@ -176,7 +199,7 @@ class DistributedModel(torch.nn.Module):
             ValueError: If the batch cannot be divided evenly among the local replicas.
             WeightError: On all instances, if weights of losses have no mean; see `weighted_backward`.
         """
-        refuse_to_be_compiled()
+        check_not_compiled()
         return self._turns.backward(loss_fn, batch, positive("micro_batches", micro_batches))
 
     def weighted_backward(
@@ -208,34 +231,35 @@ class DistributedModel(torch.nn.Module):
             ZeroWeightError: On all instances, if all weights are 0, unless `zero_weight` is "skip". Gradients are 0
                 then, and buffers have changed.
         """
-        refuse_to_be_compiled()
+        check_not_compiled()
         require_switches(retain_graph=retain_graph)
-        refuse_losses(loss)
-        given = self._averaging.loop.weights.taken() if weight is None else [weight]
+        check_loss(loss)
+        stated = self._averaging.loop.weights.stated
+        given = [*stated] if weight is None else [weight]
+        stated.clear()  # the next pass states its own, even if this one fails
         found = one_of(given, "give the weight: model.weighted_backward(loss, weight)")
         if found is None:
             raise ValueError(
                 "the loss has no weight; give it, as in model.weighted_backward(loss, tokens), or let the module state "
                 "it with strategies.torch.loss_weight, in training mode"
             )
-        number = number_of(found)
-        self._averaging.loop.weights.stated.clear()
-        self._averaging.weighted_backward(loss, number, retain_graph)
+        self._averaging.weighted_backward(loss, number_of(found), retain_graph)
 
     def forward(self, *arguments: Tree, **named: Tree) -> Tree:
         """Return the module's outputs; the forward pass draws random numbers from the replica's generator."""
-        refuse_to_be_compiled()
+        check_not_compiled()
         averaging = self._averaging
         is_followed = averaging.follow()
-        seat, draws = averaging.seat.taken(), averaging.loop.forward_pass(self.training, averaging.parts.device)
+        sync_context = averaging.sync_context.entered()
+        draws = averaging.loop.forward_pass(self.training, averaging.parts.device)
         if not is_followed:
-            with seat, draws:
+            with sync_context, draws:
                 return self.module(*arguments, **named)
         is_again = torch._C._current_graph_task_id() >= 0  # a checkpoint recomputes this pass
         collects = self.training and torch.is_grad_enabled() and not is_again and not is_asked_for()
         stating = states_to(averaging.loop.weights.stated) if collects else nullcontext()
-        watching = nullcontext() if has_baton() else averaging.parts.changes.writes.watching()
-        with seat, draws, optimized_execution(False), watching, stating:
+        watching = nullcontext() if has_baton() else averaging.parts.changes.watching()
+        with sync_context, draws, optimized_execution(False), watching, stating:
             outputs = self.module(*arguments, **named)
         averaging.watch(outputs)
         return outputs
@@ -279,9 +303,9 @@ class DistributedModel(torch.nn.Module):
                 several replicas.
         """
         averaging = self._averaging
-        averaging.refuse_several()
+        averaging.check_one_replica()
         if not averaging.is_alone:
-            refuse_to_join(self.module)
+            check_no_sync_layers(self.module)
         yield
         if averaging.is_alone:
             return
@@ -301,10 +325,8 @@ class DistributedModel(torch.nn.Module):
         memo.update({id(one): one for one in shared})
         own = {name: value for name, value in vars(self).items() if name not in ("_averaging", "_turns")}
         copied.__dict__.update(copy.deepcopy(own, memo))
-        copied._averaging = GradientAveraging(
-            copied.module, self._strategy.replicas, self._options, self._averaging.loop.copied()
-        )
-        copied._turns = LoopTurns(copied.module, self._strategy.replicas, copied._averaging)
+        copied._connect()
+        copied.steps_made = self.steps_made
         return copied
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -319,10 +341,173 @@ class DistributedModel(torch.nn.Module):
         )
 
 
-def _refuse_to_add_rows_on_device(module: torch.nn.Module) -> None:
-    device = next(module.parameters()).device
-    if device.type != "cpu" and (layers := sync_layers_of(module)):
-        raise StrategyError(
-            f"SyncBatchNorm {next(iter(layers))!r} is on {device}, but a DistributedModel adds its statistics on the "
-            "host; use BatchNorm, or move the module to the CPU"
-        )
+class ReplicaBackward:
+    """The local replicas of a `DistributedModel`.
+
+    Args:
+        averaging: The averaging of the module's gradients.
+
+    Attributes:
+        attributes: The attributes of the module, of which each replica has its own.
+    """
+
+    def __init__(self, averaging: GradientAveraging) -> None:
+        self._averaging, self._module, self._replicas = averaging, averaging.module, averaging.replicas
+        self._has_warned = False
+        self.attributes = Attributes(self._module)
+        self._turns: ReplicaTurns[PassResult] | None = None
+        self._key: object = None
+        self._first_step = 0
+        self._is_repetition = False
+
+    def backward(self, loss_fn: LossOfBatch, batch: Batch, micro_batches: int) -> torch.Tensor:
+        """Let every local replica compute, and average the gradients; see `DistributedModel.backward`. Collective."""
+        replicas, averaging = self._replicas, self._averaging
+        batch = replicas.up_to_date(batch)
+        if not averaging.loop.syncs or averaging.loop.carried:
+            raise StrategyError(
+                "model.backward computes a whole step of each replica, and backward passes inside no_sync cannot be a "
+                "part of it; use model.backward(loss_fn, batch, micro_batches=2)"
+            )
+        self._warn(batch)
+        known = averaging.parts.known
+        begin = {one: _copy(one.grad) for one in self._module.parameters()}
+        self._is_repetition = False
+
+        def attempt() -> MeanPassResult:
+            averaging.connect(known)
+            local = len(replicas.local_replicas)
+            if local > 1 and (layers := sync_layers_of(self._module)):
+                raise StrategyError(
+                    f"SyncBatchNorm {next(iter(layers))!r} needs all replicas at the same time, but the {local} "
+                    "replicas of this instance compute one after another; use BatchNorm, or strategies.torch.Trainer"
+                )
+            replicas.sharding.check_batch(batch)
+            with replicas.instruments.during[FORWARD_BACKWARD]:
+                turns = self._taken(loss_fn, batch, micro_batches, begin)
+            with replicas.instruments.during[EXCHANGE]:
+                averaging.parts.look_again()
+                means = averaging.average(turns)
+                for parameter, gradient in begin.items():
+                    parameter.grad = turns[0].gradients.get(id(parameter), gradient)
+                self._put(means.gradients)
+                averaging.loop.next_step()
+                return means.kept() if replicas.can_carry_on else means
+
+        def catch_up() -> MeanPassResult | None:
+            nonlocal batch
+            meeting = meet(replicas)
+            if not meeting.is_late:
+                batch = replicas.replicas_batch(batch)
+                return None
+            means = averaging.parts.shared(None, meeting.newest)  # of a step that the others have completed
+            for parameter, gradient in begin.items():
+                parameter.grad = gradient
+            self._put([None if one is None else one.clone() for one in means.gradients])
+            averaging.parts.changes.keep(dict(means.buffers))
+            averaging.loop.next_step()
+            return means
+
+        recorded = Recorded[MeanPassResult]("backward pass of all replicas", lambda means: bool, raise_on_spare)
+        means = surviving(replicas, attempt, catch_up, averaging.parts.shared, recorded)
+        averaging.end_step(means.weight, averaging.loop.step - 1)
+        return torch.tensor(means.loss)
+
+    def _put(self, means: Sequence[torch.Tensor | None]) -> None:
+        """Put means into the gradients of the parameters that have one. A single replica has no means."""
+        for (_, parameter), mean in zip(self._averaging.parts.named if means else (), means, strict=True):
+            if mean is not None:
+                parameter.grad = mean
+
+    # ---- one replica after another
+
+    def _taken(self, loss_fn: LossOfBatch, batch: Batch, micro_batches: int, begin: _Begin) -> list[PassResult]:
+        """Let the local replicas compute, each with the gradients of the beginning."""
+        local = self._replicas.local_replicas
+        parts = parts_of(tensors_of(batch), len(local) * micro_batches)
+        losses = [partial(loss_fn, part) for part in parts]
+        self._averaging.follow()
+        turns = self._turns_now()
+        step = self._averaging.loop.step
+        number, device = step - self._first_step + 1, self._averaging.parts.device
+        of_step = TurnsOfStep(step, number, local, device, self._is_repetition)
+        self._is_repetition = True
+        found: list[PassResult] = []
+        every = [
+            partial(self._turn, turns, replica, losses[place * micro_batches :][:micro_batches], begin)
+            for place, replica in enumerate(local)
+        ]
+        turns.run(of_step, every, every[0], lambda place, turn, gradients: found.append(turn))
+        if turns.repeats_in(of_step):
+            check_repetition(self._replicas, turns.guard.found, step)
+        return found
+
+    def _turns_now(self) -> ReplicaTurns[PassResult]:
+        """Return the turns. If other instances or parts are there, it is not known what they write."""
+        parts = self._averaging.parts
+        if parts.is_behind:
+            parts.changes.follow()
+            self.attributes.follow()
+        key = self._replicas.communicator, self._replicas.local_replicas
+        if self._key != key or parts.is_behind:
+            self._key, self._first_step = key, self._averaging.loop.step
+        if self._turns is None:
+            count, may_repeat = self._replicas.num_replicas_in_sync, self._replicas.can_carry_on
+            self._turns = ReplicaTurns(self._module, parts.watch, parts.buffers, self.attributes, count, may_repeat)
+        return self._turns
+
+    def _turn(
+        self, turns: ReplicaTurns[PassResult], replica: int, losses: Sequence[Callable[[], object]], begin: _Begin
+    ) -> tuple[PassResult, Gradients]:
+        averaging = self._averaging
+        parts, loop = averaging.parts, averaging.loop
+        for parameter, gradient in begin.items():
+            parameter.grad = _copy(gradient)
+        with turns.of(replica, parts.device), loop.turn(replica), torch.enable_grad():
+            of_losses, total = [], 0.0
+            for number, loss in enumerate(losses):
+                loop.seed_micro_batch(number, parts.device)
+                value, weighted = self._backward(loss)
+                of_losses.append(value)
+                total += weighted
+            if not averaging.is_alone:
+                parts.check_gradients_present(loop.carried)
+            came = loop.carried
+            gradients = {number: one.grad for one in parts.watch.parameters if (number := id(one)) in came}
+            weight, state = loop.weights.total, turns.state
+            changed = state.changes(replica, parts.buffers.moving, self._replicas.num_replicas_in_sync)
+            slots = state.slots(changed)
+        for parameter in begin:
+            parameter.grad = None
+        changes = {slot.name: float(one) for slot, one in zip(slots, changed, strict=True)}
+        trained = [gradients.get(id(one)) for one in parts.watch.parameters if one.requires_grad]
+        return PassResult(total, gradients, slots, changes, of_losses, weight), trained
+
+    def _backward(self, compute: Callable[[], object]) -> tuple[torch.Tensor, float]:
+        """Make a backward pass, and return its loss, and the same times its weight if it has one."""
+        outcome = outcome_of(compute)
+        loss, weight = outcome.loss, outcome.weight
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shape = f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+            raise TypeError(f"loss_fn has returned a {type(loss).__name__}{shape}; return the loss, a scalar tensor")
+        if outcome.metrics or outcome.outputs is not None:
+            raise TypeError("loss_fn has returned metrics or outputs, which a loop can keep by itself; return the loss")
+        if weight is None:
+            loss.backward()
+        else:
+            self._averaging.weighted_backward(loss, weight)
+        return loss.detach(), weighted_value(float(loss.detach()), weight)
+
+    def _warn(self, batch: Batch) -> None:
+        """Warn once if the others cannot go on without a lost instance."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        reason = lost_with_an_instance(False, self._replicas.dataset_of(batch))
+        if layers := sync_layers_of(self._module):
+            reason = f"SyncBatchNorm {next(iter(layers))!r} needs one replica on each instance"
+        warn_of_loss(self._replicas, reason)
+
+
+def _copy(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return None if gradient is None else gradient.detach().clone()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import NoReturn, final
+from typing import final
 
 import numpy as np
 import torch
@@ -15,15 +15,20 @@ from collectives import Communicator
 from collectives.tree import TreeNode, combined, node_of_halves
 from strategies.core.engine import Buffers
 from strategies.errors import StrategyError
+from strategies.exchange.choice import DevicePath
 from strategies.exchange.means import Bucket
-from strategies.exchange.on_device import DevicePath
-from strategies.torch.device import ReplicaMemory, put
-from strategies.torch.exchange.arithmetic import TorchArithmetic, divide, torch_dtype
-from strategies.torch.exchange.interface import GradientExchange
-from strategies.torch.exchange.plan import Fact, Tail, Told, TorchGradientPlan
-from strategies.torch.outcomes import are_weighted
-from strategies.torch.replicas.groups import GroupRow
-from strategies.torch.tensors import copy_pairs, real_views
+from strategies.torch.exchange.plan import Fact, GradientExchange, Tail, TailValues, TorchGradientPlan, separate
+from strategies.torch.replicas.gradient_map import GroupRow
+from strategies.torch.tensors import (
+    ReplicaMemory,
+    TorchArithmetic,
+    copy_pairs,
+    divide,
+    event_on,
+    put,
+    real_views,
+    torch_dtype,
+)
 
 
 class UnreadMetrics:
@@ -36,7 +41,7 @@ class UnreadMetrics:
 
     def __init__(self, values: torch.Tensor, memory: ReplicaMemory) -> None:
         self._unread: tuple[torch.Tensor, ReplicaMemory, torch.cuda.Event | None] | None
-        self._unread = values, memory, _event_of(values)
+        self._unread = values, memory, event_on(values.device)
         self._read = np.empty(0, np.float32)
 
     def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
@@ -62,15 +67,6 @@ class UnreadMetrics:
         return False
 
 
-def _event_of(values: torch.Tensor) -> torch.cuda.Event | None:
-    """Return a CUDA event that follows the computation of the values; None if the device is not CUDA."""
-    if values.device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(values.device))
-    return event
-
-
 @final
 class DeviceExchange(GradientExchange):
     """An exchange whose sums and means stay on a device.
@@ -82,7 +78,7 @@ class DeviceExchange(GradientExchange):
     instances whose loops have diverged detect it there, and no host waits for the device.
 
     Args:
-        plan: The plan of the gradients, with one bucket, not quantised. Its tail has all values, the metrics only if
+        plan: The plan of the gradients, with one bucket. Its tail has all values, the metrics only if
             one instance has all replicas, or none for a loop.
         names: The names of the metrics.
         path: The path that makes means of sums.
@@ -91,6 +87,9 @@ class DeviceExchange(GradientExchange):
         rows: For each local replica, its rows of grouped parameters, by their numbers.
         first: The global index of the first local replica.
         checks: Whether to record which gradients are finite.
+
+    Attributes:
+        is_of_one: Whether one instance has all replicas.
     """
 
     def __init__(
@@ -104,45 +103,35 @@ class DeviceExchange(GradientExchange):
         first: int = 0,
         checks: bool = False,
     ) -> None:
-        super().__init__(plan, names)
+        super().__init__(plan, names, rows)
         self.buckets = [Bucket(f"{plan.title}/0", plan.layouts[0], (), frozenset())]
         self._path, self._memory, self._communicator = path, memory, communicator
-        self._rows, self._first, self._checks = rows, first, checks
-        self._is_of_one, self._is_alone = path.spread.size == 1, path.spread.replicas == 1
+        self._first, self._checks = first, checks
+        self.is_of_one, self._is_alone = path.spread.size == 1, path.spread.replicas == 1
         self._dtypes = [torch_dtype(parameter.dtype) for parameter in plan.parameters]
         self._travelling = [torch_dtype(plan.transfer.dtype_of(parameter.dtype)) for parameter in plan.parameters]
         self._taken: list[torch.Tensor | None] = []  # the buffers of the last replica
         self._nodes: list[TreeNode] = []
         self._sums: list[Sequence[torch.Tensor]] = []  # of the nodes
         self._are_finite: list[torch.Tensor] = []  # for each local replica
-        self._told: list[Told] = []
+        self._tail_values: list[TailValues] = []
         self._results: Sequence[torch.Tensor | None] = ()
 
     @property
-    def is_of_one(self) -> bool:
-        """Whether one instance has all replicas."""
-        return self._is_of_one
-
-    @property
     def changed(self) -> list[Sequence[Fact]]:
-        """Return whether the step has changed each buffer of each local replica (`Told.has_changed`)."""
-        return [one.has_changed for one in self._told]
+        """Return whether the step has changed each buffer of each local replica (`TailValues.has_changed`)."""
+        return [one.has_changed for one in self._tail_values]
 
     # ---- the gradients of local replicas
 
     @override
     def let_go(self) -> None:
         self._results, self._taken = (), []
-        self._told, self._are_finite, self._nodes, self._sums = [], [], [], []
+        self._tail_values, self._are_finite, self._nodes, self._sums = [], [], [], []
 
     @override
     def give_back(self) -> None:
         self._taken = []
-
-    @override
-    def take(self, number: int, gradient: torch.Tensor | None, place: int = 0) -> NoReturn:
-        """Raise: gradients on a device are not exchanged while the backward pass runs."""
-        raise AssertionError("gradients on a device are exchanged at the end of the backward pass")
 
     @override
     def take_all(self, gradients: Sequence[torch.Tensor | None], place: int = 0) -> None:
@@ -160,7 +149,7 @@ class DeviceExchange(GradientExchange):
             found = [self._whole(place, number, one) for number, one in enumerate(real_views(gradients))]
             if self._checks:
                 self._are_finite.append(are_finite(found, self._memory.device))
-            _separate(found)
+            separate(found)
             if self._is_alone:
                 pairs = zip(found, self._travelling, strict=True)
                 self._taken = [one if one is None or one.dtype is dtype else one.to(dtype) for one, dtype in pairs]
@@ -173,10 +162,7 @@ class DeviceExchange(GradientExchange):
             return None
         parameter = self.plan.parameters[number]
         if gradient.layout is not torch.strided:
-            raise StrategyError(
-                f"the gradient of {parameter.name} is sparse, but only dense ones can be averaged; construct its layer "
-                "with sparse=False"
-            )
+            self._raise_sparse(number)
         if gradient.device.type != self._memory.device.type:
             raise StrategyError(
                 f"the gradient of {parameter.name} is on {gradient.device}, but the module was on "
@@ -194,60 +180,51 @@ class DeviceExchange(GradientExchange):
 
         A gradient that has a buffer alone may become that buffer without a copy; others are copied.
         """
-        places, device = self.plan.places, self._memory.device
+        places, buffers = self.plan.places, []
         alone = {place.buffer: gradients[number] for number, place in enumerate(places) if place.is_of_one}
-        buffers = []
         for number, buffer in enumerate(self.plan.layouts[0].buffers):
             dtype, own = torch_dtype(buffer.dtype), alone.get(number)
-            flat = torch.zeros(buffer.size, dtype=dtype, device=device) if own is None else own.to(dtype).reshape(-1)
-            buffers.append(flat)
-        pairs = [
-            (view, gradient)
-            for view, place, gradient in zip(self._views(buffers), places, gradients, strict=True)
-            if gradient is not None and not place.is_of_one
-        ]
-        copy_pairs(pairs)
+            if own is None:
+                buffers.append(torch.zeros(buffer.size, dtype=dtype, device=self._memory.device))
+            else:
+                buffers.append(own.to(dtype).reshape(-1))
+        triples = zip(self._views(buffers), places, gradients, strict=True)
+        copy_pairs([(view, one) for view, place, one in triples if one is not None and not place.is_of_one])
         return buffers
 
     def _views(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the gradients in the buffers of the plan, as views."""
-        return [
-            buffers[place.buffer][place.start : place.start + math.prod(parameter.shape)].view(tuple(parameter.shape))
-            for place, parameter in zip(self.plan.places, self.plan.parameters, strict=True)
-        ]
+        layout = self.plan.layouts[0]
+        return [layout.view(place.leaf, buffers) for place in self.plan.places]
 
     @override
-    def tell(self, told: Told, place: int = 0) -> None:
+    def set_tail(self, tail_values: TailValues, place: int = 0) -> None:
         """Write the numbers of a replica, its metrics from the device, and add its gradients."""
-        self._told.append(told)
-        values = torch.stack([one for one in told.metrics if isinstance(one, torch.Tensor)]).float()
+        self._tail_values.append(tail_values)
+        values = torch.stack([one for one in tail_values.metrics if isinstance(one, torch.Tensor)]).float()
         if self._is_alone:
             self._results = [*self._taken, values]
             return
         buffers = [one for one in self._taken if one is not None]
         tail = buffers[0][buffers[0].numel() - self.plan.tail :]
         tail[: len(values)].copy_(values)
-        if not self._is_of_one:
-            self._tell_all(told, tail[len(values) :])
-        self._add(TreeNode(self._first + place, self._first + place + 1), buffers)
-
-    def _tell_all(self, told: Told, tail: torch.Tensor) -> None:
-        changed = [0.0 if isinstance(one, torch.Tensor) else one for one in told.has_changed]
-        known = [told.notice, told.settings, told.settings**2, *told.has_gradient, *changed]
-        tail.copy_(put(torch.tensor(known, dtype=torch.float32), self._memory.device))
-        first = len(known) - len(changed)
-        for number, one in enumerate(told.has_changed):
-            if isinstance(one, torch.Tensor):
-                tail[first + number].copy_(one)
-
-    def _add(self, node: TreeNode, buffers: Sequence[torch.Tensor]) -> None:
-        """Add the buffers of a replica, which may be overwritten. Replicas come in their order."""
-        self._nodes.append(node)
+        if not self.is_of_one:
+            self._set_rest(tail_values, tail[len(values) :])
+        self._nodes.append(TreeNode(self._first + place, self._first + place + 1))
         self._sums.append(buffers)
         while (found := self._parent()) is not None:
             pairs = zip(*self._sums[-2:], strict=True)
             total = [TorchArithmetic().total(self._nodes[-2:], pair) for pair in pairs]
             self._nodes[-2:], self._sums[-2:] = [found], [total]
+
+    def _set_rest(self, tail_values: TailValues, tail: torch.Tensor) -> None:
+        """Write all numbers of a replica but its metrics; those on the device replace zeros."""
+        on_device = [(n, one) for n, one in enumerate(tail_values.has_changed) if isinstance(one, torch.Tensor)]
+        changed = [0.0 if isinstance(one, torch.Tensor) else one for one in tail_values.has_changed]
+        known = [tail_values.notice, tail_values.settings, tail_values.settings**2, *tail_values.has_gradient, *changed]
+        tail.copy_(put(torch.tensor(known, dtype=torch.float32), self._memory.device))
+        for number, one in on_device:
+            tail[len(known) - len(changed) + number].copy_(one)
 
     def _parent(self) -> TreeNode | None:
         """Return the parent node of the last two sums if a node of the path covers it; otherwise None."""
@@ -287,13 +264,13 @@ class DeviceExchange(GradientExchange):
 
         One instance knows the weights of all replicas, and adds them on the host, in the order of the tree.
         """
-        if not are_weighted(self.names):
+        if not self.is_weighted:
             return None
-        if not self._is_of_one:
+        if not self.is_of_one:
             place = len(self.names) - 1
             return float(self._memory.read(self._tail[place : place + 1])[0])
-        total = combined([np.float32(one.weight or 0) for one in self._told], operator.add)
-        return float(np.float32(total) / np.float32(len(self._told)))
+        total = combined([np.float32(one.weight or 0) for one in self._tail_values], operator.add)
+        return float(np.float32(total) / np.float32(len(self._tail_values)))
 
     @override
     def means(self, *divisors: float) -> list[torch.Tensor | None]:
@@ -305,10 +282,11 @@ class DeviceExchange(GradientExchange):
         with torch.no_grad():
             found = self._received()
             if others:
-                wide = [None if one is None else one.to(_wide(one.dtype)) for one in found]
+                found = [
+                    None if one is None else one.to(torch.promote_types(one.dtype, torch.float32)) for one in found
+                ]
                 for divisor in others:
-                    divide([one for one in wide if one is not None], divisor)
-                found = wide
+                    divide([one for one in found if one is not None], divisor)
             pairs = zip(found, self._dtypes, strict=True)
             return [one if one is None or one.dtype is dtype else one.to(dtype) for one, dtype in pairs]
 
@@ -318,19 +296,18 @@ class DeviceExchange(GradientExchange):
         return [*self._views([one for one in self._results if one is not None])]
 
     @override
-    def arrived(self, means: Sequence[torch.Tensor | None], checks: bool) -> tuple[Tail, np.ndarray]:
+    def tail_and_flags(self, means: Sequence[torch.Tensor | None], checks: bool) -> tuple[Tail, np.ndarray]:
         """Return the tail, and which means are not finite; see `GradientExchange`.
 
         If one instance has all replicas, the host waits for the device only if `checks` is True. With several instances
         the host reads the tail and the check in one read.
         """
         flags = [~are_finite(means, self._memory.device)] if checks else []
-        if self._is_of_one:
+        if self.is_of_one:
             bad = self._memory.read(flags[0]) if checks else np.zeros(len(means), bool)
             return self._own_tail(), bad
         values = self._memory.read(torch.cat([self._tail, *(each.float() for each in flags)]))
-        is_weighted = are_weighted(self.names)
-        tail = Tail.of(values[: self.plan.tail], len(self.names), len(self.plan.parameters), is_weighted)
+        tail = Tail.of(values[: self.plan.tail], len(self.names), len(self.plan.parameters), self.is_weighted)
         return tail, values[self.plan.tail :] > 0 if checks else np.zeros(len(means), bool)
 
     @property
@@ -345,25 +322,18 @@ class DeviceExchange(GradientExchange):
 
         Its `has_changed` is empty; `changed` tells which buffers have changed.
         """
-        first = self._told[0]
-        shares = np.array([one.has_gradient for one in self._told]).mean(axis=0, dtype=np.float32)
-        word = float(first.settings)
-        weight = self.weight
+        first, weight = self._tail_values[0], self.weight
+        shares = np.array([one.has_gradient for one in self._tail_values]).mean(axis=0, dtype=np.float32)
         values = self._tail.clone() if weight is None else self._tail[:-1].clone()
         divide([values], 1.0 if weight is None else weight)
-        metrics = UnreadMetrics(values, self._memory)
-        return Tail(metrics, float(first.notice), (word, word * word), shares, np.zeros(0, np.float32), weight)
+        metrics, words = UnreadMetrics(values, self._memory), (float(first.settings), float(first.settings) ** 2)
+        return Tail(metrics, float(first.notice), words, shares, np.zeros(0, np.float32), weight)
 
     # ---- in a loop of the program
 
     @override
-    def reduce_early(self, bucket: int) -> NoReturn:
-        """Raise: the plan has only one bucket, which `give` exchanges."""
-        raise AssertionError("gradients on a device are exchanged at the end of the backward pass")
-
-    @override
-    def finish(self, told: Sequence[Told]) -> Tail:
-        [own] = told
+    def finish(self, tail_values: Sequence[TailValues]) -> Tail:
+        [own] = tail_values
         values = np.array(own.values, np.float32)
         mean = self._communicator.ordered_all_reduce([values], op="mean", name=f"{self.plan.title}/tail")
         return Tail.of(mean, len(own.metrics), len(self.plan.parameters))
@@ -373,38 +343,12 @@ class DeviceExchange(GradientExchange):
         with torch.no_grad():
             self.reduce(self.buckets[0], [[one] for one in self._taken])
             pairs = zip(real_views(gradients), self._received(), strict=True)
-            given = [(own, mean) for own, mean in pairs if own is not None and mean is not None]
-            copy_pairs(given)
+            copy_pairs([(own, mean) for own, mean in pairs if own is not None and mean is not None])
         self.let_go()
-
-
-def _separate(gradients: list[torch.Tensor | None]) -> None:
-    """Give each gradient memory of its own, because autograd may give the same tensor to two parameters."""
-    addresses = [one.data_ptr() for one in gradients if one is not None and one.numel()]
-    if len(set(addresses)) == len(addresses):
-        return
-    seen: set[int] = set()
-    for number, gradient in enumerate(gradients):
-        if gradient is None or not gradient.numel():
-            continue
-        if gradient.data_ptr() in seen:
-            gradients[number] = gradient.clone()
-        seen.add(gradient.data_ptr())
 
 
 def are_finite(tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
     """Return booleans on the device: whether all of each tensor is finite; True for None."""
-    places = [number for number, one in enumerate(tensors) if one is not None and one.numel()]
-    if len(places) < len(tensors):
-        found = torch.ones(len(tensors), dtype=torch.bool, device=device)
-        for number in places:
-            one = tensors[number]
-            assert one is not None
-            found[number] = one.isfinite().all()
-        return found
-    largest = torch._foreach_norm([one for one in tensors if one is not None], math.inf)
-    return torch.stack(largest).isfinite()
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+    finite = torch.zeros(1, device=device)
+    found = [finite if one is None or not one.numel() else one for one in tensors]
+    return torch.stack(torch._foreach_norm(found, math.inf)).isfinite()

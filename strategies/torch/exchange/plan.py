@@ -1,26 +1,26 @@
-"""The plan of gradients: the buckets in which they travel, and the numbers that travel behind them."""
+"""The plan of gradients: their buckets, the numbers that travel behind them, and the interface of their exchanges."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import numpy as np
 import torch
 
-from strategies.core.gathering import replicas_where
-from strategies.core.members import Members
+from strategies.core.agreement import Members, replicas_where
+from strategies.core.engine import Buffers
 from strategies.core.metrics import UnreadArray
-from strategies.core.weights import weighted_means
+from strategies.core.options import weighted_means
 from strategies.errors import StrategyError
-from strategies.exchange.flat import FlatLayout
-from strategies.exchange.int8 import Int8Layout
+from strategies.exchange.flat import FlatLayout, GradientTransfer, Shards
 from strategies.exchange.means import Allocate, Bucket
-from strategies.exchange.shards import Shards
-from strategies.exchange.transfer import GradientTransfer
+from strategies.torch.options import are_weighted
+from strategies.torch.replicas.gradient_map import GroupRow
 from strategies.torch.tensors import dtype_of, real_view
 
 BUCKET_BYTES = 4 << 20
@@ -45,11 +45,6 @@ class Parameter:
         real = real_view(tensor.detach())
         return cls(name, tuple(real.shape), dtype_of(real))
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the parameter's gradient."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
 
 @dataclass(frozen=True)
 class GradientPlace:
@@ -61,8 +56,6 @@ class GradientPlace:
         buffer: The number of the buffer in the bucket.
         start: The element of the buffer at which the gradient begins.
         is_of_one: Whether the gradient has the buffer alone.
-        size: Elements of the buffer.
-        dtype: The dtype of the buffer.
     """
 
     bucket: int
@@ -70,8 +63,6 @@ class GradientPlace:
     buffer: int
     start: int
     is_of_one: bool
-    size: int
-    dtype: np.dtype
 
 
 @dataclass(frozen=True)
@@ -100,51 +91,33 @@ class TorchGradientPlan:
         found: list[list[int]] = [[]]
         nbytes = 0
         for number in reversed(range(len(self.parameters))):
-            if self.is_cut and nbytes >= BUCKET_BYTES:
+            if self.streams and nbytes >= BUCKET_BYTES:
                 found.append([])
                 nbytes = 0
             found[-1].append(number)
-            nbytes += self.parameters[number].nbytes
+            nbytes += math.prod(self.parameters[number].shape) * self.parameters[number].dtype.itemsize
         return tuple(map(tuple, found))
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether there may be several buckets. int8 gradients have one, because their blocks span all gradients."""
-        return self.streams and not self.transfer.is_quantised
-
-    @cached_property
-    def quantised(self) -> Int8Layout | None:
-        """The layout of int8 gradients in their payload, in the order of the parameters; None for other dtypes."""
-        return Int8Layout.of(self.parameters) if self.transfer.is_quantised else None
 
     @cached_property
     def layouts(self) -> tuple[FlatLayout, ...]:
         """The layout of each bucket in buffers."""
-        last = len(self.members) - 1
-        return tuple(
-            self._layout(numbers, self.tail if bucket == last else 0) for bucket, numbers in enumerate(self.members)
-        )
-
-    def _layout(self, numbers: Sequence[int], tail: int) -> FlatLayout:
-        if self.quantised is not None:
-            return FlatLayout(((self.quantised.payload_size,),), (np.dtype(np.int8),), tail)
-        parameters = [self.parameters[number] for number in numbers]
-        return FlatLayout(
-            tuple(parameter.shape for parameter in parameters),
-            tuple(self.transfer.dtype_of(parameter.dtype) for parameter in parameters),
-            tail,
-            self.shards.replicas if self.shards else 1,
-        )
+        found, last = [], len(self.members) - 1
+        for bucket, numbers in enumerate(self.members):
+            parameters = [self.parameters[number] for number in numbers]
+            shapes = tuple(parameter.shape for parameter in parameters)
+            dtypes = tuple(self.transfer.dtype_of(parameter.dtype) for parameter in parameters)
+            multiple = self.shards.replicas if self.shards else 1
+            found.append(FlatLayout(shapes, dtypes, self.tail if bucket == last else 0, multiple))
+        return tuple(found)
 
     @cached_property
     def places(self) -> tuple[GradientPlace, ...]:
-        """The place of each parameter's gradient. Not defined for quantised gradients."""
+        """The place of each parameter's gradient."""
         found = {}
         for bucket, (numbers, layout) in enumerate(zip(self.members, self.layouts, strict=True)):
             for leaf, number in enumerate(numbers):
-                where, start = layout.buffer_of(leaf), layout.places[leaf][1]
-                buffer = layout.buffers[where]
-                found[number] = GradientPlace(bucket, leaf, where, start, buffer.is_of_one, buffer.size, buffer.dtype)
+                where, start = layout.places[leaf]
+                found[number] = GradientPlace(bucket, leaf, where, start, layout.buffers[where].is_of_one)
         return tuple(found[number] for number in range(len(self.parameters)))
 
     def buckets(self, allocate: Allocate, writes_over: bool) -> list[Bucket]:
@@ -154,34 +127,27 @@ class TorchGradientPlan:
             allocate: Makes memory.
             writes_over: Whether buffers of one gradient get no memory, because their means are written over gradients.
         """
-        return [self._bucket(number, layout, allocate, writes_over) for number, layout in enumerate(self.layouts)]
-
-    def _bucket(self, number: int, layout: FlatLayout, allocate: Allocate, writes_over: bool) -> Bucket:
-        parts, given = {}, {}
-        if self.quantised is not None:
-            given[layout.buffer_of(0)] = np.empty(0, np.int8)  # the means go to `Means.of_payload`
-        elif self.shards is not None:
-            parts = self.shards.sizes([self.parameters[one] for one in self.members[number]])
-        elif writes_over:
-            buffers = enumerate(layout.buffers)
-            given = {place: np.empty(0, buffer.dtype) for place, buffer in buffers if buffer.is_of_one}
-        return Bucket.of(f"{self.title}/{number}", layout, allocate, parts, given)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the exchange writes whole means in the dtypes of the buffers: neither shards nor means of int8."""
-        return self.shards is None and self.quantised is None
+        found = []
+        for bucket, layout in enumerate(self.layouts):
+            parts, given = {}, {}
+            if self.shards is not None:
+                parts = self.shards.sizes([self.parameters[number] for number in self.members[bucket]])
+            elif writes_over:
+                buffers = enumerate(layout.buffers)
+                given = {number: np.empty(0, buffer.dtype) for number, buffer in buffers if buffer.is_of_one}
+            found.append(Bucket.of(f"{self.title}/{bucket}", layout, allocate, parts, given))
+        return found
 
 
 @dataclass(frozen=True)
 class Tail:
-    """The numbers that travel behind the gradients, as means over all replicas.
+    """Means over all replicas of the metrics and flags that are sent behind the gradients.
 
     Attributes:
         metrics: The metrics, float32, in the order of their names; weighted means if losses have weights. On a device
             they may be unread.
         notice: The share of the replicas whose instance was given a notice.
-        settings: The mean of `StepSettings.word`, and the mean of its square.
+        settings: The mean of `StepSettings.settings_hash`, and the mean of its square.
         has_gradient: For each parameter, the share of the replicas in which it has a gradient.
         has_changed: For each buffer, the share of the replicas that have changed it.
         weight: The mean weight of the losses; None if they have no weights.
@@ -216,12 +182,12 @@ Fact: TypeAlias = float | torch.Tensor
 
 
 @dataclass(frozen=True)
-class Told:
-    """The numbers that a replica sends behind its gradients.
+class TailValues:
+    """One replica's metrics and flags, which are sent behind its gradients.
 
     Attributes:
         metrics: The metrics; the weight of the losses is the last one, if they have weights.
-        settings: The hash of the settings, see `StepSettings.word`.
+        settings: The hash of the settings, see `StepSettings.settings_hash`.
         has_gradient: For each trained parameter, whether it has a gradient.
         has_changed: For each buffer, whether the step has changed it: 0 or 1, and more if its shape has changed.
         notice: Whether the replica's instance was given a notice.
@@ -242,7 +208,115 @@ class Told:
         return [*metrics, self.notice, self.settings, self.settings**2, *self.has_gradient, *changed]
 
 
-def refuse_gradients_of_some(
+class GradientExchange(ABC):
+    """An exchange of gradients for one plan and the present instances. The order of calls is the same on all instances.
+
+    A `Trainer` takes the gradients of each local replica, and tells its numbers. Then it reduces each bucket, and asks
+    for the weight, the means and the tail. A loop of the program takes gradients, calls `finish`, then `give`. If the
+    tail shows that the means cannot be used, no instance calls `give`. If a call raises, the step has no means.
+
+    Attributes:
+        plan: The plan of the gradients.
+        names: The names of the metrics in the tail.
+        is_weighted: Whether losses have weights.
+        buckets: The buckets, with the memory of the exchange.
+    """
+
+    buckets: Sequence[Bucket]
+
+    def __init__(self, plan: TorchGradientPlan, names: tuple[str, ...], rows: Sequence[Mapping[int, GroupRow]]) -> None:
+        self.plan, self.names, self._rows = plan, names, rows
+        self.is_weighted = are_weighted(names)
+
+    # ---- the gradients of local replicas
+
+    def take(self, number: int, gradient: torch.Tensor | None, place: int = 0) -> None:
+        """Take one gradient while the backward pass runs, None for zeros. The caller must not change it any more.
+
+        Raises:
+            StrategyError: If the gradient is sparse.
+        """
+        raise AssertionError("gradients on a device are exchanged at the end of the backward pass")
+
+    @abstractmethod
+    def take_all(self, gradients: Sequence[torch.Tensor | None], place: int = 0) -> None:
+        """Take all gradients of a local replica, in the order of the parameters, None for zeros.
+
+        Args:
+            gradients: The gradients. The caller must not change them any more.
+            place: The place of the replica among the local replicas.
+
+        Raises:
+            StrategyError: If a gradient is sparse.
+        """
+
+    def _raise_sparse(self, number: int) -> NoReturn:
+        raise StrategyError(
+            f"the gradient of {self.plan.parameters[number].name} is sparse, but only dense ones can be averaged; "
+            "construct its layer with sparse=False"
+        )
+
+    @abstractmethod
+    def set_tail(self, tail_values: TailValues, place: int = 0) -> None:
+        """Set the numbers behind a replica's gradients, after all of its gradients were taken."""
+
+    @abstractmethod
+    def buffers(self, bucket: int) -> Buffers:
+        """Return the buffers of the local replicas for a bucket."""
+
+    @abstractmethod
+    def is_finite(self, place: int, number: int) -> bool:
+        """Return whether a gradient of a local replica is finite. Valid until the gradients are released."""
+
+    @abstractmethod
+    def give_back(self) -> None:
+        """Release the gradients of the step."""
+
+    @abstractmethod
+    def let_go(self) -> None:
+        """Drop the means of the last step."""
+
+    # ---- means
+
+    @abstractmethod
+    def reduce(self, bucket: Bucket, contributions: Buffers) -> None:
+        """Compute the means of a bucket from the buffers of the local replicas. Collective."""
+
+    @property
+    @abstractmethod
+    def weight(self) -> float | None:
+        """The mean weight of the losses; None if they have no weights. May wait for the device."""
+
+    @abstractmethod
+    def means(self, *divisors: float) -> Sequence[torch.Tensor | None]:
+        """Return the mean gradients, divided, in the dtypes of their parameters; valid until the next step.
+
+        If means are sharded, they are this instance's shards.
+
+        Args:
+            divisors: Numbers by which to divide, one after another: the loss scale and the mean weight of losses.
+        """
+
+    @abstractmethod
+    def tail_and_flags(self, means: Sequence[torch.Tensor | None], checks: bool) -> tuple[Tail, np.ndarray]:
+        """Return the tail, and for each mean whether it is not finite. Without `checks`, all means count as finite."""
+
+    # ---- in a loop of the program
+
+    def reduce_early(self, bucket: int) -> None:
+        """Exchange a bucket other than the last one, whose gradients were taken. Collective."""
+        self.reduce(self.buckets[bucket], self.buffers(bucket))
+
+    @abstractmethod
+    def finish(self, tail_values: Sequence[TailValues]) -> Tail:
+        """Exchange the last bucket and the numbers of each local replica, and return their means. Collective."""
+
+    @abstractmethod
+    def give(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Replace each gradient of the first local replica by its mean, in place; None leaves one out. Collective."""
+
+
+def check_gradients_on_all(
     plan: TorchGradientPlan,
     shares: np.ndarray,
     seen: Callable[[int], Iterable[bool]],
@@ -273,3 +347,14 @@ def refuse_gradients_of_some(
             f"the loss of every replica depend on it, if only by 0 * parameter.sum(){more}; or count the missing "
             'gradients as zeros, as missing_gradients="zero" does'
         )
+
+
+def separate(gradients: list[torch.Tensor | None]) -> None:
+    """Give each gradient memory of its own, because autograd may give the same tensor to two parameters."""
+    seen: set[int] = set()
+    for number, gradient in enumerate(gradients):
+        if gradient is not None and gradient.layout is torch.strided and gradient.numel():
+            address = gradient.data_ptr()
+            if address in seen:
+                gradients[number] = gradient.clone()
+            seen.add(address)

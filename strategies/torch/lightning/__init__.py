@@ -10,7 +10,7 @@ except ModuleNotFoundError as error:
     raise
 
 from strategies.torch.lightning.loader import ReplicaBatches as ReplicaBatches
-from strategies.torch.lightning.place import PopDistEnvironment as PopDistEnvironment
+from strategies.torch.lightning.strategy import PopDistEnvironment as PopDistEnvironment
 from strategies.torch.lightning.strategy import PopDistLightningStrategy as PopDistLightningStrategy
 
 __all__ = ["PopDistEnvironment", "PopDistLightningStrategy", "ReplicaBatches"]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-import random
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, cast, final
+from typing import cast, final
 
 import numpy as np
 import torch
@@ -18,7 +17,6 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -30,9 +28,9 @@ from strategies.data.datasets import DistributedDataset
 from strategies.data.layout import Position
 from strategies.errors import DisagreementError, StrategyError
 from strategies.strategy import Strategy
-from strategies.torch.distributed_data import DistributedSampler
+from strategies.torch.data import DistributedSampler, parts_of
+from strategies.torch.lightning.resuming import states_of, write_states
 from strategies.torch.replicas.generators import drawing_from, seed_generators, seed_of
-from strategies.torch.tensors import parts_of
 from strategies.typing import Batch, Tree
 
 
@@ -76,10 +74,10 @@ class ReplicaBatches:
         return ReplicaBatches({one: function(one, batch) for one, batch in self.items()}, self.is_whole)
 
 
-def is_dealt(batch: object) -> bool:
+def is_sharded(batch: object) -> bool:
     """Return whether a batch has batches of replicas in it; an example of a model's input has none."""
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return isinstance(batch, ReplicaBatches) or any(map(is_dealt, parts))
+    return isinstance(batch, ReplicaBatches) or any(map(is_sharded, parts))
 
 
 def by_replica(batch: object) -> ReplicaBatches:
@@ -105,111 +103,20 @@ def by_replica(batch: object) -> ReplicaBatches:
     )
 
 
-_ROWS = "data_source"
-"""The attribute in which samplers of PyTorch keep the data set."""
-
-
-class _WithState(Protocol):
-    """A sampler that offers its state, as those of torchdata do."""
-
-    def state_dict(self) -> Tree: ...
-
-    def load_state_dict(self, state: Tree) -> None: ...
-
-
-_Stateful: TypeAlias = (
-    torch.Generator | random.Random | np.random.RandomState | np.random.Generator | np.random.BitGenerator | _WithState
-)
-
-
-def states_of(sampler: object) -> dict[str, Tree]:
-    """Return the states that decide which order a sampler draws next, by the names of attributes.
-
-    These are the states of random generators of PyTorch, NumPy and Python in attributes of the sampler, of samplers in
-    it, and of lists, tuples and dictionaries there. A sampler with `state_dict` and `load_state_dict` has the state
-    that it returns. `torch.load(weights_only=True)` reads them.
-
-    Args:
-        sampler: The sampler, or another iterable; or a dictionary of generators.
-    """
-    return {name: _state_of(one) for name, one in _stateful(sampler, "", set(), not isinstance(sampler, dict))}
-
-
-def write_states(sampler: object, states: Mapping[str, Tree]) -> None:
-    """Set the states that `states_of` has returned. States of attributes that are missing are left out."""
-    for name, one in _stateful(sampler, "", set(), not isinstance(sampler, dict)):
-        if name in states:
-            _set_state(one, states[name])
-
-
-def _stateful(value: Tree, name: str, known: set[int], is_sampler: bool) -> Iterator[tuple[str, _Stateful]]:
-    """Yield the objects with a state in a value, each once, and their names."""
-    if id(value) in known:
-        return
-    known.add(id(value))
-    if _is_generator(value) or (is_sampler and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-        yield name, value
-        return
-    if is_sampler:
-        inside = [(one, part) for one, part in getattr(value, "__dict__", {}).items() if one != _ROWS]
-    else:
-        inside = list(value.items() if isinstance(value, dict) else enumerate(value))
-    for one, part in inside:
-        if _is_generator(part) or isinstance(part, Sampler | list | tuple | dict):
-            yield from _stateful(part, f"{name}.{one}", known, isinstance(part, Sampler))
-
-
-def _is_generator(value: object) -> bool:
-    if isinstance(value, random.Random):
-        return not isinstance(value, random.SystemRandom)
-    return isinstance(value, torch.Generator | np.random.RandomState | np.random.Generator | np.random.BitGenerator)
-
-
-def _state_of(value: _Stateful) -> Tree:
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.RandomState):
-        return _plain(value.get_state(legacy=False))
-    if isinstance(value, np.random.Generator):
-        value = value.bit_generator
-    if isinstance(value, np.random.BitGenerator):
-        return _plain(value.state)
-    return value.state_dict()
-
-
-def _set_state(value: _Stateful, state: Tree) -> None:
-    if isinstance(value, np.random.Generator):
-        value = value.bit_generator
-    if isinstance(value, torch.Generator):
-        value.set_state(state)
-    elif isinstance(value, random.Random):
-        value.setstate(state)
-    elif isinstance(value, np.random.RandomState):
-        value.set_state(state)
-    elif isinstance(value, np.random.BitGenerator):
-        value.state = state
-    else:
-        value.load_state_dict(state)
-
-
-def _plain(state: Tree) -> Tree:
-    """Return a state of NumPy with lists in place of arrays."""
-    if isinstance(state, np.ndarray):
-        return state.tolist()
-    return {name: _plain(one) for name, one in state.items()} if isinstance(state, dict) else state
-
-
 _HOST = torch.device("cpu")
 _NOBODY = -1  # the replica in the seeds of numbers that all replicas share
 _OF_ORDER, _OF_WORKERS = 2**40, 2**41  # the steps in the seeds of an epoch's order and of its workers
+_OPTIONS = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("prefetch_factor", "persistent_workers"),
+)
+"""The options of a DataLoader that the loaders of replicas share with it."""
 _OF_TORCH = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 @dataclass(frozen=True)
-class Deal:
-    """The rule that deals an epoch's units to replicas. A unit is a row, or a batch of the program's batch sampler.
+class ShardingRule:
+    """The assignment of an epoch's units to replicas. A unit is a row, or a batch of the program's batch sampler.
 
     Step s takes units `[s * B * R, (s + 1) * B * R)` of the epoch's order, for batch size B and R replicas. Replica r
     takes the r-th part of them. In training, the parts of the last step are equal, too: if units are missing, those at
@@ -333,19 +240,12 @@ def _received(seed: int, units: list[object]) -> list[object]:
     return units
 
 
-class _Planned(BatchSampler):
-    """A batch sampler of batches that are set before each iteration."""
-
-    def __init__(self) -> None:
-        self.now: list[_Units] = []
+class _PlannedUnits(list[_Units]):
+    """The batches of the next iteration, which takes them when it begins."""
 
     @override
-    def __iter__(self) -> Iterator[_Units]:  # type: ignore[override, unused-ignore]
-        return iter(self.now)
-
-    @override
-    def __len__(self) -> int:
-        return len(self.now)
+    def __iter__(self) -> Iterator[_Units]:
+        return iter(self[:])
 
 
 @dataclass(frozen=True)
@@ -354,7 +254,7 @@ class _Pass:
 
     Attributes:
         epoch: The number of the epoch.
-        number: The number of the pass in the epoch; in evaluations, see `DealtLoader`.
+        number: The number of the pass in the epoch; in evaluations, see `ShardedLoader`.
         states: The states of the sampler before its order was drawn.
         order: The units in order.
     """
@@ -366,8 +266,8 @@ class _Pass:
 
 
 @final
-class DealtLoader(ReplicaLoader):
-    """The rows of a DataLoader, dealt to replicas; each local replica reads its rows with a loader of its own.
+class ShardedLoader(ReplicaLoader):
+    """A DataLoader's rows, sharded over replicas; each local replica reads with its own loader.
 
     The order of an epoch is that of the loader's sampler. It must be the same on all instances, and instances compare
     it. Random numbers that data sets draw depend on the seed, the epoch, the pass, the replica and the step. In
@@ -378,7 +278,7 @@ class DealtLoader(ReplicaLoader):
         strategy: The strategy whose replicas read.
         seed: The seed of shuffling and of data sets that draw random numbers.
         pass_now: Returns the number of the pass that begins. If it is negative, the sampler draws the same order again
-            in the next pass. Default: training, see `Deal`.
+            in the next pass. Default: training, see `ShardingRule`.
 
     Raises:
         StrategyError: If the rows cannot be dealt.
@@ -391,6 +291,7 @@ class DealtLoader(ReplicaLoader):
         is_training = pass_now is None
         self._units, rows = _units_of(loader)
         self._has_rows = rows > 0
+        self._name = "rows" if self._has_rows else "batches"
         drops = loader.drop_last if self._has_rows else is_training
         replicas = strategy.num_replicas_in_sync
         try:
@@ -399,11 +300,11 @@ class DealtLoader(ReplicaLoader):
             raise StrategyError(
                 f"{type(self._units).__name__} has no length, so its rows cannot be dealt to replicas; give it __len__"
             ) from error
-        self._deal = Deal(length, max(1, rows), replicas, is_training, drops)
-        if is_training and not self._deal.steps:
+        self._rule = ShardingRule(length, max(1, rows), replicas, is_training, drops)
+        if is_training and not self._rule.steps:
             raise StrategyError(
-                f"one step of {replicas} replicas takes {self._deal.global_batch_size} "
-                f"{'rows' if self._has_rows else 'batches'}, but the loader has {length}, and incomplete steps are "
+                f"one step of {replicas} replicas takes {self._rule.global_batch_size} "
+                f"{self._name}, but the loader has {length}, and incomplete steps are "
                 "dropped; use a smaller batch_size or fewer replicas"
                 + (", or drop_last=False" if self._has_rows else "")
             )
@@ -414,18 +315,19 @@ class DealtLoader(ReplicaLoader):
 
     @override
     def __len__(self) -> int:
-        return self._deal.steps
+        return self._rule.steps
 
     @override
     def read(self, epoch: int, start: int, continues: bool) -> Iterator[ReplicaBatches]:
-        begun = self._pass if continues and self._pass is not None else self._next_pass(epoch)
-        self._pass = begun
-        iterators = {one: self._begin(one, begun, start) for one in self._loaders}
-        for step in range(start, self._deal.steps):
-            local = [one for one in self._loaders if self._deal.positions(step, one)]
-            yield ReplicaBatches(
-                {one: self._next(iterators[one], one, begun, step) for one in local}, self._deal.is_whole(step)
-            )
+        begun = self._pass = self._pass if continues and self._pass is not None else self._next_pass(epoch)
+        iterators = {replica: self._begin(replica, begun, start) for replica in self._loaders}
+        for step in range(start, self._rule.steps):
+            batches = {}
+            for replica, iterator in iterators.items():
+                if self._rule.positions(step, replica):
+                    with drawing_from(self._seed_of(replica, begun, step), _HOST):
+                        batches[replica] = next(iterator)
+            yield ReplicaBatches(batches, self._rule.is_whole(step))
 
     def _next_pass(self, epoch: int) -> _Pass:
         """Begin to read an epoch. Collective."""
@@ -459,7 +361,8 @@ class DealtLoader(ReplicaLoader):
         if self._pass_now is None:  # an evaluation begins anew
             super().load_state_dict(state)
         if "pass" not in state:
-            if state["given"] and not self._is_known:
+            is_known = type(self._units) in _OF_TORCH and not states_of(self._units)  # by the seed and the epoch
+            if state["given"] and not is_known:
                 self._warn("the checkpoint was written by an earlier version, which did not save the sampler")
             return
         epoch, number, before = state["epoch"], state["pass"], state.get("before", {})
@@ -468,11 +371,6 @@ class DealtLoader(ReplicaLoader):
         if _digest_of(self._pass.order).hex() != state["order"]:
             self._warn(f"it draws another order for epoch {epoch} than before the checkpoint")
         write_states(self._units, state.get("now", {}))
-
-    @property
-    def _is_known(self) -> bool:
-        """Whether the order depends on the seed and the epoch alone, as far as this is known."""
-        return type(self._units) in _OF_TORCH and not states_of(self._units)
 
     def _warn(self, reason: str) -> None:
         if self._strategy.is_chief:
@@ -492,9 +390,9 @@ class DealtLoader(ReplicaLoader):
             set_epoch(epoch)
         with drawing_from(seed_of(self._seed, _NOBODY, epoch, _OF_ORDER + number), _HOST):
             order = list(self._units)
-        if len(order) < self._deal.length:
+        if len(order) < self._rule.length:
             raise StrategyError(
-                f"{type(self._units).__name__} gave {len(order)} of {self._deal.length} {self._name}; its length must "
+                f"{type(self._units).__name__} gave {len(order)} of {self._rule.length} {self._name}; its length must "
                 "be the number that an iteration gives"
             )
         digest = np.frombuffer(_digest_of(order), np.int64).copy()
@@ -508,25 +406,17 @@ class DealtLoader(ReplicaLoader):
             )
         return order
 
-    @property
-    def _name(self) -> str:
-        return "rows" if self._has_rows else "batches"
-
     def _begin(self, replica: int, begun: _Pass, start: int) -> Iterator[Batch]:
-        loader, deal = self._loaders[replica], self._deal
+        loader, rule = self._loaders[replica], self._rule
         planned = []
-        for step in range(start, deal.steps):
-            chosen = [begun.order[place] for place in deal.positions(step, replica)]
+        for step in range(start, rule.steps):
+            chosen = [begun.order[place] for place in rule.positions(step, replica)]
             if chosen:
                 units = chosen if self._has_rows else cast(list[object], chosen[0])
                 planned.append(_Units(units, self._seed_of(replica, begun, step)))
-        loader.batch_sampler.now = planned  # type: ignore[union-attr, unused-ignore]
+        cast(_PlannedUnits, loader.batch_sampler)[:] = planned
         loader.generator.manual_seed(seed_of(self._seed, replica, begun.epoch, _OF_WORKERS + begun.number))
         return iter(loader)
-
-    def _next(self, iterator: Iterator[Batch], replica: int, begun: _Pass, step: int) -> Batch:
-        with drawing_from(self._seed_of(replica, begun, step), _HOST):
-            return next(iterator)
 
     def _seed_of(self, replica: int, begun: _Pass, step: int) -> int:
         return seed_of(self._seed, replica, begun.epoch, (begun.number << 32) + step)
@@ -537,7 +427,7 @@ def _digest_of(order: Sequence[object]) -> bytes:
 
 
 def _units_of(loader: DataLoader[object]) -> tuple[Iterable[object], int]:
-    """Return the sampler whose order is dealt, and the rows per batch; 0 if it is a sampler of batches."""
+    """Return the sampler to shard, and the rows per batch; 0 if it is a sampler of batches."""
     if isinstance(loader.dataset, IterableDataset):
         raise StrategyError(
             "an IterableDataset gives its rows in order, so they cannot be dealt to replicas; use a data set with "
@@ -562,24 +452,13 @@ def _units_of(loader: DataLoader[object]) -> tuple[Iterable[object], int]:
 
 def _copied(loader: DataLoader[object]) -> DataLoader[object]:
     """Return a loader of the same data set with batches that are set later."""
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=_Planned(),
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=torch.Generator(),
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    )
+    options = {name: getattr(loader, name) for name in _OPTIONS}
+    return DataLoader(loader.dataset, batch_sampler=_PlannedUnits(), generator=torch.Generator(), **options)
 
 
 @final
-class CutLoader(ReplicaLoader):
-    """The batches of an instance, cut into those of its replicas.
+class SplitLoader(ReplicaLoader):
+    """The batches of an instance, split into one part per local replica.
 
     Args:
         source: A data set of `distribute_dataset`, or a DataLoader with a `strategies.torch.DistributedSampler`.
@@ -612,26 +491,40 @@ class CutLoader(ReplicaLoader):
                 yield batch
 
 
-def dealt(
-    loader: object, strategy: Strategy, seed: int, *, pass_now: Callable[[], int] | None, injects: bool
+def sharded_loader(
+    loader: Tree, strategy: Strategy, seed: int, *, pass_now: Callable[[], int] | None, injects: bool
 ) -> ReplicaLoader:
     """Return a loader of `ReplicaBatches` for a loader of the program.
 
     Args:
         loader: The program's loader.
         strategy: The strategy whose replicas read.
-        seed: See `DealtLoader`.
-        pass_now: See `DealtLoader`.
+        seed: See `ShardedLoader`.
+        pass_now: See `ShardedLoader`.
         injects: The `use_distributed_sampler` of Lightning's Trainer.
 
     Raises:
         StrategyError: If the rows cannot be dealt to replicas.
     """
-    is_ours = isinstance(loader, DistributedDataset)
-    has_ours = isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler)
-    if is_ours or has_ours:
-        _refuse_cut(loader, is_training=pass_now is None)
-        return CutLoader(loader, strategy)  # type: ignore[arg-type, unused-ignore]
+    sampler = loader.sampler if isinstance(loader, DataLoader) else None
+    if isinstance(loader, DistributedDataset) or isinstance(sampler, DistributedSampler):
+        if pass_now is not None:
+            raise StrategyError(
+                "an evaluation counts every row once, but a data set of distribute_dataset and a DistributedSampler "
+                "drop or repeat rows; give validate, test and predict a plain torch.utils.data.DataLoader"
+            )
+        if isinstance(loader, DistributedDataset) and (loader.gradient_accumulation_count > 1 or loader.pads):
+            raise StrategyError(
+                "Lightning takes one micro-batch of each replica at once; write Trainer(accumulate_grad_batches=...) "
+                "in place of gradient_accumulation_count, and remainder='drop'"
+            )
+        if isinstance(sampler, DistributedSampler) and loader.batch_size != sampler.instance_batch_size:
+            raise StrategyError(
+                f"the DataLoader has batch_size={loader.batch_size}, but its DistributedSampler gives this instance "
+                f"{sampler.instance_batch_size} rows in a step; write DataLoader(dataset, sampler.instance_batch_size, "
+                "sampler=sampler)"
+            )
+        return SplitLoader(loader, strategy)
     if not isinstance(loader, DataLoader):
         raise StrategyError(
             f"a {type(loader).__name__} cannot be dealt to replicas; give Lightning a torch.utils.data.DataLoader of a "
@@ -643,26 +536,4 @@ def dealt(
             "rows to replicas, which are no processes; leave it out, or give the DataLoader a "
             "strategies.torch.DistributedSampler"
         )
-    return DealtLoader(loader, strategy, seed, pass_now)
-
-
-def _refuse_cut(loader: object, *, is_training: bool) -> None:
-    """Raise if the batches of an instance are not one micro-batch of each replica in training."""
-    if not is_training:
-        raise StrategyError(
-            "an evaluation counts every row once, but a data set of distribute_dataset and a DistributedSampler drop "
-            "or repeat rows; give validate, test and predict a plain torch.utils.data.DataLoader"
-        )
-    if isinstance(loader, DistributedDataset):
-        if loader.gradient_accumulation_count > 1 or loader.pads:
-            raise StrategyError(
-                "Lightning takes one micro-batch of each replica at once; write Trainer(accumulate_grad_batches=...) "
-                "in place of gradient_accumulation_count, and remainder='drop'"
-            )
-    elif isinstance(loader, DataLoader):
-        expected = loader.sampler.instance_batch_size  # type: ignore[attr-defined, unused-ignore]
-        if loader.batch_size != expected:
-            raise StrategyError(
-                f"the DataLoader has batch_size={loader.batch_size}, but its DistributedSampler gives this instance "
-                f"{expected} rows in a step; write DataLoader(dataset, sampler.instance_batch_size, sampler=sampler)"
-            )
+    return ShardedLoader(loader, strategy, seed, pass_now)

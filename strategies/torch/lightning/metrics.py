@@ -13,16 +13,19 @@ from typing import TypeVar, final
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.utilities.data import extract_batch_size
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from collectives import Communicator
+from strategies.core.agreement import broadcast_bytes
 from strategies.errors import StrategyError
 from strategies.strategy import Strategy
 from strategies.typing import Tree
 
 Value = TypeVar("Value")
+_PROTOCOL = pickle.HIGHEST_PROTOCOL
 
 
 def broadcast_object(communicator: Communicator, value: Value, root: int, name: str) -> Value:
@@ -37,12 +40,8 @@ def broadcast_object(communicator: Communicator, value: Value, root: int, name: 
     if communicator.size == 1:
         return value
     is_root = communicator.rank == root
-    own = _bytes_of(value) if is_root else np.zeros(0, np.uint8)
-    size = communicator.broadcast(np.array([own.size]), root, name=f"size of {name}")
-    received = communicator.broadcast(own if is_root else np.empty(int(size[0]), np.uint8), root, name=name)
-    if is_root:
-        return value
-    found: Value = pickle.loads(received.tobytes())  # noqa: S301 - the job's own connections carry it
+    received = broadcast_bytes(communicator, pickle.dumps(value, _PROTOCOL) if is_root else b"", root, name)
+    found: Value = value if is_root else pickle.loads(received)  # noqa: S301 - the job's own connections carry it
     return found
 
 
@@ -56,16 +55,12 @@ def gather_objects(communicator: Communicator, value: Value, name: str) -> list[
     """
     if communicator.size == 1:
         return [value]
-    own = _bytes_of(value)
+    own = np.frombuffer(pickle.dumps(value, _PROTOCOL), np.uint8)
     sizes = communicator.all_gather(np.array([own.size]), name=f"sizes of {name}").reshape(-1)
     padded = np.zeros(int(sizes.max()), np.uint8)
     padded[: own.size] = own
     gathered = communicator.all_gather(padded, name=name)
     return [pickle.loads(one[:size].tobytes()) for one, size in zip(gathered, sizes, strict=True)]  # noqa: S301
-
-
-def _bytes_of(value: object) -> np.ndarray:
-    return np.frombuffer(bytearray(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)), np.uint8)
 
 
 _COUNTERS = ("_update_count", "_computed", "_forward_cache")
@@ -74,51 +69,37 @@ State = Mapping[str, Tree]
 """The attributes of a metric that an update changes, by name."""
 
 
-@final
-class MetricStates:
-    """The states of a module's metrics, for each local replica.
-
-    While a replica runs the module, metrics have its state. `compute` outside of steps merges the states of all
-    replicas of all instances, in the order of the replicas, and is then a collective call.
-
-    Args:
-        module: The module with the metrics.
-        strategy: The strategy of the replicas.
+def metrics_of(module: pl.LightningModule, strategy: Strategy) -> list[ReplicaMetric]:
+    """Give the metrics of a module a state for each local replica.
 
     Raises:
         StrategyError: If a metric keeps values that are no states.
     """
-
-    def __init__(self, module: pl.LightningModule, strategy: Strategy) -> None:
-        _refuse(module)
-        metrics = [one for one in module.modules() if isinstance(one, Metric) and one._defaults]
-        self._states = [_StatesOfMetric(one, strategy) for one in metrics]
-
-    @contextmanager
-    def of(self, replica: int, is_again: bool = False) -> Iterator[None]:
-        """Give the metrics the states of a replica, and keep them afterwards.
-
-        Args:
-            replica: The replica.
-            is_again: Whether the replica repeats its last step, and begins with the states of that beginning.
-        """
-        for states in self._states:
-            states.begin(replica, is_again)
-        try:
-            yield
-        finally:
-            for states in self._states:
-                states.end(replica)
-
-    def disconnect(self) -> None:
-        """Leave the metrics as torchmetrics makes them, with the state of the last replica."""
-        for states in self._states:
-            states.disconnect()
+    for one in module.modules():
+        if isinstance(one, WrapperMetric):
+            raise StrategyError(
+                f"{type(one).__name__} of torchmetrics keeps values that are no states, so they cannot be merged over "
+                "replicas; use the metric in it, or log values with self.log, which averages them over replicas"
+            )
+        if isinstance(one, MetricCollection) and one._enable_compute_groups:
+            raise StrategyError(
+                "a MetricCollection with compute groups shares states between metrics, and replicas have states of "
+                "their own; write MetricCollection(..., compute_groups=False)"
+            )
+    return [ReplicaMetric(one, strategy) for one in module.modules() if isinstance(one, Metric) and one._defaults]
 
 
 @final
-class _StatesOfMetric:
-    """The states of one metric."""
+class ReplicaMetric:
+    """A metric of a module, and its states for each local replica.
+
+    While a replica runs the module, the metric has its state. `compute` outside of steps merges the states of all
+    replicas of all instances, in the order of the replicas, and is then a collective call.
+
+    Args:
+        metric: The metric.
+        strategy: The strategy of the replicas.
+    """
 
     def __init__(self, metric: Metric, strategy: Strategy) -> None:
         self._metric, self._strategy = metric, strategy
@@ -127,29 +108,21 @@ class _StatesOfMetric:
         self._left = 0  # the count of updates when the last replica ended
         self._is_running = False
         self._before = metric.distributed_available_fn
-        metric.distributed_available_fn = self.is_outside
-        vars(metric)["_sync_dist"] = self
-
-    def __deepcopy__(self, memo: object) -> _StatesOfMetric:
-        """Return the object itself: copies of a module are connected with the same instances."""
-        return self
+        # torchmetrics then merges the states before it computes. Copies of a module have the functions themselves.
+        metric.distributed_available_fn = lambda: not self._is_running
+        vars(metric)["_sync_dist"] = lambda *_, **__: self._merge()
 
     def disconnect(self) -> None:
-        """Undo the changes of the constructor."""
+        """Leave the metric as torchmetrics makes it, with the state of the last replica."""
         self._metric.distributed_available_fn = self._before
         vars(self._metric).pop("_sync_dist", None)
-
-    def is_outside(self) -> bool:
-        """Return whether no replica runs; torchmetrics then merges the states before it computes."""
-        return not self._is_running
 
     def begin(self, replica: int, is_again: bool) -> None:
         """Give the metric the state of a replica; if `is_again`, that of the beginning of its last step."""
         self._forget_if_reset()
         self._is_running = True
-        if not is_again:
-            self._begun[replica] = _copied(self._of.get(replica))  # updates write to tensors and lists
-        state = _copied(self._begun[replica]) if is_again else self._of.get(replica)
+        state = (self._begun if is_again else self._of).get(replica)
+        self._begun[replica] = _copied(state)  # updates write to tensors and lists
         if state is None:
             for name, default in self._metric._defaults.items():
                 if isinstance(default, list):
@@ -161,12 +134,9 @@ class _StatesOfMetric:
 
     def end(self, replica: int) -> None:
         """Keep the state of a replica."""
-        self._of[replica] = self._now()
+        self._of[replica] = {name: getattr(self._metric, name) for name in (*self._metric._defaults, *_COUNTERS)}
         self._left = self._metric._update_count
         self._is_running = False
-
-    def _now(self) -> State:
-        return {name: getattr(self._metric, name) for name in (*self._metric._defaults, *_COUNTERS)}
 
     def _forget_if_reset(self) -> None:
         """Drop the states if the program has reset the metric since the last replica ended."""
@@ -179,66 +149,43 @@ class _StatesOfMetric:
         if count != self._left:
             self._of, self._left = {}, 0
 
-    def __call__(self, gather: object, process_group: object = None) -> None:
-        """Merge the states of all replicas into the metric. Called by torchmetrics in place of `_sync_dist`."""
+    def _merge(self) -> None:
+        """Merge the states of all replicas into the metric. Collective."""
         self._forget_if_reset()
+        metric, merged = self._metric, dict[int, State]()
         own = {
-            replica: {name: _on_host(state[name]) for name in self._metric._defaults}
+            replica: {name: _moved(state[name], torch.device("cpu")) for name in metric._defaults}
             for replica, state in self._of.items()
         }
-        merged: dict[int, State] = {}
-        for states in gather_objects(self._strategy.communicator, own, f"states of {type(self._metric).__name__}"):
+        for states in gather_objects(self._strategy.communicator, own, f"states of {type(metric).__name__}"):
             merged |= states
         in_order = [merged[replica] for replica in sorted(merged)]
-        if not in_order:
-            return
-        for name, reduction in self._metric._reductions.items():
+        for name, reduction in metric._reductions.items() if in_order else ():
+            found: Tree
             values = [state[name] for state in in_order]
-            found = _together(values)
+            if isinstance(values[0], torch.Tensor):
+                found = torch.stack(values)
+            else:
+                found = [one for each in values for one in each]
             if reduction is not None and (isinstance(found, torch.Tensor) or found):
                 found = reduction(found)
-            setattr(self._metric, name, _moved(found, self._metric.device))
+            setattr(metric, name, _moved(found, metric.device))
 
 
 def _copied(state: State | None) -> State | None:
     if state is None:
         return None
-    kinds = torch.Tensor, list
-    return {
-        name: (value.clone() if isinstance(value, torch.Tensor) else list(value)) if isinstance(value, kinds) else value
-        for name, value in state.items()
-    }
-
-
-def _together(values: list[Tree]) -> Tree:
-    """Return tensors stacked, and lists joined."""
-    if isinstance(values[0], torch.Tensor):
-        return torch.stack(values)
-    return [one for each in values for one in each]
-
-
-def _on_host(value: Tree) -> Tree:
-    return _moved(value, torch.device("cpu"))
+    copied = dict(state)
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            copied[name] = value.clone()
+        elif isinstance(value, list):
+            copied[name] = list(value)
+    return copied
 
 
 def _moved(value: Tree, device: torch.device) -> Tree:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to(device)
-    return [one.detach().to(device) if isinstance(one, torch.Tensor) else one for one in value]
-
-
-def _refuse(module: pl.LightningModule) -> None:
-    for one in module.modules():
-        if isinstance(one, WrapperMetric):
-            raise StrategyError(
-                f"{type(one).__name__} of torchmetrics keeps values that are no states, so they cannot be merged over "
-                "replicas; use the metric in it, or log values with self.log, which averages them over replicas"
-            )
-        if isinstance(one, MetricCollection) and one._enable_compute_groups:
-            raise StrategyError(
-                "a MetricCollection with compute groups shares states between metrics, and replicas have states of "
-                "their own; write MetricCollection(..., compute_groups=False)"
-            )
+    return apply_to_collection(value, torch.Tensor, lambda one: one.detach().to(device))
 
 
 _LOG = inspect.signature(pl.LightningModule.log)
@@ -255,7 +202,8 @@ class _Logged:
         value: The value.
         rows: The number of rows behind the value.
         options: The other arguments.
-        metric: The name of a metric of torchmetrics in the module; `value` is then that of the batch.
+        metric: The name of a metric of torchmetrics in the module. `value` is then that of the batch; NaN if it is
+            unknown or no scalar.
     """
 
     name: str
@@ -312,21 +260,20 @@ class StepLogs:
                     f"log({name!r}) got a {type(value).__name__} that is no part of the module; make it an attribute "
                     "of the module, so that each replica has its state"
                 )
-            return _Logged(name, _of_this_batch(value), 1, options, metric)
+            of_batch = value._forward_cache
+            is_scalar = isinstance(of_batch, torch.Tensor) and of_batch.numel() == 1
+            return _Logged(name, float(of_batch) if is_scalar else math.nan, 1, options, metric)
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.detach().item()
-        if isinstance(value, bool | np.generic):
-            value = float(value)
-        if not isinstance(value, int | float):
+        if not isinstance(value, int | float | np.generic):
+            shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
             raise StrategyError(
-                f"log({name!r}) got {_described(value)}; in a step, log numbers and tensors of one element, which are "
-                "averaged over all replicas"
+                f"log({name!r}) got a {type(value).__name__}{shape}; in a step, log numbers and tensors of one "
+                "element, which are averaged over all replicas"
             )
         rows = bound.get("batch_size")
-        on_epoch = bound.get("on_epoch")
         if rows is None:
-            needs_rows = (not self._is_training if on_epoch is None else on_epoch) or not self._is_training
-            rows = extract_batch_size(batch) if needs_rows else 1
+            rows = extract_batch_size(batch) if bound.get("on_epoch") or not self._is_training else 1
         return _Logged(name, float(value), rows, options)
 
     def share(self, is_whole: bool) -> None:
@@ -351,13 +298,13 @@ class StepLogs:
                 )
         if not names:
             return
-        told = np.zeros((replicas, len(names), 4))
+        logged = np.zeros((replicas, len(names), 4))
         for replica, own in self._of.items():
             weight = self._weights.get(replica, 1.0)
-            told[replica] = [(one.value, one.rows, weight if self._is_training else one.rows, 1) for one in own]
-        communicator.all_reduce(told, name=f"logged: {', '.join(names)}")
+            logged[replica] = [(one.value, one.rows, weight if self._is_training else one.rows, 1) for one in own]
+        communicator.all_reduce(logged, name=f"logged: {', '.join(names)}")
         for number, call in enumerate(calls):
-            values, rows, weights, _ = told[told[:, number, 3] > 0, number].T
+            values, rows, weights, _ = logged[logged[:, number, 3] > 0, number].T
             result = _reduced(call.options.get("reduce_fx", "mean"), values, weights)
             log: Callable[..., None] = type(self._module).log
             if call.metric is None:
@@ -385,17 +332,6 @@ def _reduced(function: str | Callable[[torch.Tensor], torch.Tensor], values: np.
 
 def _sum(values: np.ndarray) -> float:
     return math.fsum(values) if np.isfinite(values).all() else float(values.sum())
-
-
-def _of_this_batch(metric: Metric) -> float:
-    """Return the value of a metric for the last batch; NaN if it is unknown or no scalar."""
-    found = metric._forward_cache
-    return float(found) if isinstance(found, torch.Tensor) and found.numel() == 1 else math.nan
-
-
-def _described(value: object) -> str:
-    shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
-    return f"a {type(value).__name__}{shape}"
 
 
 def _listed(names: Sequence[str]) -> str:

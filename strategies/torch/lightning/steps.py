@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.plugins import MixedPrecision, Precision
+from pytorch_lightning.plugins import Precision
 from pytorch_lightning.strategies.strategy import _ForwardRedirection
 from torchmetrics import Metric
 
 from strategies.errors import StrategyError
-from strategies.outcome import Outcome
 from strategies.strategy import Strategy
 from strategies.torch.distributed_model.model import DistributedModel
 from strategies.torch.lightning.loader import ReplicaBatches
-from strategies.torch.lightning.metrics import MetricStates, StepLogs
-from strategies.torch.outcomes import number_of, one_of, states_to
-from strategies.torch.replicas.attributes import Attributes
+from strategies.torch.lightning.metrics import ReplicaMetric, StepLogs, metrics_of
+from strategies.torch.options import number_of, one_of, states_to
 from strategies.torch.replicas.generators import drawing_from, seed_of
+from strategies.torch.replicas.state import Attributes
 from strategies.typing import Batch, Tree
+from strategies.values import Outcome
 
 _OUTSIDE = 2**40  # the first micro-batch in the seeds of random numbers that are drawn outside of training steps
 _TRANSFER, _STEP = 1, 2
@@ -39,6 +40,8 @@ class ReplicaSteps:
 
     Attributes:
         is_running: Whether a replica runs the module's code.
+        batches: The number of batches since a loop began. Random numbers outside of training steps depend on it.
+        steps_made: The argument, and the passes since.
         steps_before: The `steps_made` when the last batch began.
     """
 
@@ -53,26 +56,12 @@ class ReplicaSteps:
     ) -> None:
         self._strategy, self._module, self._precision = strategy, module, precision
         self._seed, self._device = seed, device
-        self._steps_made = steps_made
         self._model: DistributedModel | None = None
         self._redirected = _ForwardRedirection()
-        self._batches = 0  # the number of batches since a loop began
-        self.steps_before = steps_made
+        self.batches = 0
+        self.steps_made = self.steps_before = steps_made
         self._means: Sequence[torch.Tensor | None] = ()
-        self._metrics: MetricStates | None = None
-        self._attributes: Attributes | None = None
         self.is_running = False
-
-    @property
-    def steps_made(self) -> int:
-        """The number of averaged backward passes so far."""
-        return self._steps_made if self._model is None else self._model.steps_made
-
-    @steps_made.setter
-    def steps_made(self, number: int) -> None:
-        self._steps_made = number
-        if self._model is not None:
-            self._model.steps_made = number
 
     def connect(self, **options: Tree) -> None:
         """Connect the module's gradients with those of the other instances. Collective.
@@ -80,54 +69,52 @@ class ReplicaSteps:
         Args:
             options: The options of `DistributedModel`.
         """
-        made = self.steps_made
         self._model = DistributedModel(self._module, self._strategy, seed=self._seed, **options)
-        self._model.steps_made = made
-        self._model.compute_with(self._attributes_of_replicas)
+        self._model.compute_with(self._attributes)
 
     def disconnect(self) -> None:
         """Free the memory of a training."""
-        self._steps_made = self.steps_made
         self._model, self._means = None, ()
-        if self._metrics is not None:
-            self._metrics.disconnect()
-        self._metrics = self._attributes = None
+        for metric in vars(self).pop("_metrics", ()):
+            metric.disconnect()
+        vars(self).pop("_attributes", None)
 
-    @property
-    def _attributes_of_replicas(self) -> Attributes:
-        if self._attributes is None:
-            self._attributes = Attributes(self._module, (*vars(pl.LightningModule()), "forward"), (Metric,))
-        return self._attributes
+    @cached_property
+    def _attributes(self) -> Attributes:
+        return Attributes(self._module, (*vars(pl.LightningModule()), "forward"), (Metric,))
+
+    @cached_property
+    def _metrics(self) -> Sequence[ReplicaMetric]:
+        return metrics_of(self._module, self._strategy)
 
     @contextmanager
     def _logging(self, replica: int, rows: Batch, logs: StepLogs, is_again: bool = False) -> Iterator[None]:
         """Let the module log values, and update states of metrics, for a replica; `is_again` counts them only once."""
-        if self._metrics is None:
-            self._metrics = MetricStates(self._module, self._strategy)
         kept = StepLogs(self._module, self._strategy, is_training=True) if is_again else logs
-        with kept.of(replica, rows), self._metrics.of(replica, is_again):
-            yield
+        for metric in self._metrics:
+            metric.begin(replica, is_again)
+        try:
+            with kept.of(replica, rows):
+                yield
+        finally:
+            for metric in self._metrics:
+                metric.end(replica)
 
     @contextmanager
     def _turn(self, replica: int, rows: Batch, logs: StepLogs) -> Iterator[None]:
         """Let the module be that of a replica outside of a backward pass: also its attributes and random numbers."""
-        attributes = self._attributes_of_replicas
-        with self._logging(replica, rows, logs), self._drawing(replica, _STEP), attributes.of(replica):
+        with self._logging(replica, rows, logs), self._drawing(replica, _STEP), self._attributes.of(replica):
             yield
 
     # ---- random numbers
 
-    def begin_loop(self) -> None:
-        """Let the random numbers of the next loop depend on the number of its batches."""
-        self._batches = 0
-
     def next_batch(self) -> None:
         """Count a batch of all replicas."""
-        self._batches += 1
+        self.batches += 1
         self.steps_before = self.steps_made
 
     def _drawing(self, replica: int, purpose: int) -> AbstractContextManager[None]:
-        place = _OUTSIDE + (self._batches << 2) + purpose
+        place = _OUTSIDE + (self.batches << 2) + purpose
         return drawing_from(seed_of(self._seed, replica, self.steps_made, place), self._device)
 
     def mapped(self, function: Callable[[Batch], Batch], batch: ReplicaBatches) -> ReplicaBatches:
@@ -158,6 +145,8 @@ class ReplicaSteps:
         if model is None:
             raise StrategyError("training_step runs in Trainer.fit only")
         share = self._module.trainer.accumulate_grad_batches
+        scaler = getattr(self._precision, "scaler", None)
+        scale = 1.0 if scaler is None else float(scaler.get_scale())
         logs = StepLogs(self._module, self._strategy, is_training=True)
         outputs: dict[int, Tree] = {}
 
@@ -175,17 +164,25 @@ class ReplicaSteps:
                         "leave it out, and use larger batches or more replicas"
                     )
                 logs.weigh(replica, number_of(weight))
-            return Outcome(self._scaled(_loss_of(output) / share), weight=weight)
+            loss = _loss_of(output) / share
+            return Outcome(loss if scaler is None else scaler.scale(loss), weight=weight)
 
+        model.steps_made = self.steps_made
         mean = self._averaged(lambda: model.backward(loss_of, torch.arange(len(batch))))
+        self.steps_made = model.steps_made
         logs.share(is_whole=True)
-        return _with_extras(mean.to(self._device) * share / self._scale, list(outputs.values()))
+        mean = mean.to(self._device) * share / scale
+        first, *_ = outputs.values()
+        if not isinstance(first, Mapping):
+            return mean
+        extras = {name: [_detached(one[name]) for one in outputs.values()] for name in first if name != "loss"}
+        return {"loss": mean, **extras}
 
     def _train_manually(self, batch: ReplicaBatches, others: Sequence[Tree], named: Mapping[str, Tree]) -> Tree:
         """Run `training_step` for the only replica of the job. It calls the optimizers by itself."""
         [(replica, rows)] = batch.items()
         logs = StepLogs(self._module, self._strategy, is_training=True)
-        self._attributes_of_replicas.begin([replica])
+        self._attributes.begin([replica])
         with self._turn(replica, rows, logs), self._precision.train_step_context():
             output = self._module.training_step(rows, *others, **named)
         self.steps_made += 1
@@ -216,19 +213,6 @@ class ReplicaSteps:
                     one.grad = mean if one.grad is None else one.grad.add_(mean)
         self._means = ()
 
-    @property
-    def _scaler(self) -> Tree:
-        return self._precision.scaler if isinstance(self._precision, MixedPrecision) else None
-
-    @property
-    def _scale(self) -> float:
-        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
-
-    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        if self._scaler is not None:
-            loss = self._scaler.scale(loss)
-        return loss
-
     # ---- evaluations
 
     def evaluate(
@@ -253,7 +237,7 @@ class ReplicaSteps:
         """
         logs, outputs = StepLogs(self._module, self._strategy, is_training=False), []
         step, buffers = getattr(self._module, method), _saved_buffers(self._module)
-        self._attributes_of_replicas.begin(self._strategy.local_replicas)
+        self._attributes.begin(self._strategy.local_replicas)
         self.is_running = True
         try:
             for replica, rows in batch.items():
@@ -262,7 +246,7 @@ class ReplicaSteps:
         finally:
             self.is_running = False
         if self._strategy.num_replicas_in_sync > 1:
-            _refuse_written(buffers, self._module, method)
+            _check_buffers_unchanged(buffers, self._module, method)
         if self._module.trainer._results is not None:  # predict_step cannot log
             logs.share(batch.is_whole)
         return outputs
@@ -289,7 +273,9 @@ def _saved_buffers(module: torch.nn.Module) -> dict[str, tuple[torch.Tensor, int
     }
 
 
-def _refuse_written(before: Mapping[str, tuple[torch.Tensor, int]], module: torch.nn.Module, method: str) -> None:
+def _check_buffers_unchanged(
+    before: Mapping[str, tuple[torch.Tensor, int]], module: torch.nn.Module, method: str
+) -> None:
     for name, (one, count) in _saved_buffers(module).items():
         was, earlier = before.get(name, (None, 0))
         if one is not was or count != earlier:
@@ -298,13 +284,6 @@ def _refuse_written(before: Mapping[str, tuple[torch.Tensor, int]], module: torc
                 "checkpoints; log values with self.log, use a metric of torchmetrics, or register the buffer with "
                 "persistent=False"
             )
-
-
-def _with_extras(loss: torch.Tensor, outputs: Sequence[Tree]) -> Tree:
-    first = outputs[0]
-    if not isinstance(first, Mapping):
-        return loss
-    return {"loss": loss, **{name: [_detached(one[name]) for one in outputs] for name in first if name != "loss"}}
 
 
 def _detached(value: Tree) -> Tree:

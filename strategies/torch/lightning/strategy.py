@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TypeVar, final
+from typing import NoReturn, TypeVar, final
 
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.plugins import ClusterEnvironment
 from lightning_fabric.utilities.rank_zero import rank_zero_only as of_fabric
 from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.plugins import CheckpointIO, DoublePrecision, HalfPrecision, MixedPrecision, Precision
@@ -22,13 +23,11 @@ from typing_extensions import override
 from strategies.errors import StrategyError
 from strategies.job_strategies import PopDistStrategy
 from strategies.strategy import Strategy, get_strategy
-from strategies.torch.device import chosen_here
-from strategies.torch.exchange.determinism import use_deterministic_operations
-from strategies.torch.lightning.loader import ReplicaBatches, ReplicaLoader, by_replica, dealt, is_dealt
+from strategies.torch.lightning.loader import ReplicaBatches, ReplicaLoader, by_replica, is_sharded, sharded_loader
 from strategies.torch.lightning.metrics import broadcast_object, gather_objects
-from strategies.torch.lightning.place import PopDistEnvironment, ResumedPlace, is_in_batch, place_of
+from strategies.torch.lightning.resuming import ResumedPlace, is_in_batch, place_of
 from strategies.torch.lightning.steps import ReplicaSteps
-from strategies.torch.tensors import as_tensor, host_array
+from strategies.torch.tensors import as_tensor, chosen_here, host_array, use_deterministic_operations
 from strategies.typing import Batch, Tree
 
 _Value = TypeVar("_Value")
@@ -39,6 +38,79 @@ _KEY = "popdist"
 _HOOK = "_on_before_batch_transfer"
 """The method of a LightningModule that Lightning's loop calls with each batch, before it is moved to the device."""
 _PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
+
+
+@final
+class PopDistEnvironment(ClusterEnvironment):
+    """The instances of a strategy. A process of Lightning is an instance, which may drive several replicas.
+
+    Args:
+        strategy: The strategy that connects the instances.
+    """
+
+    creates_processes_externally = True
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._instance, self._hosts = strategy.instance, strategy.communicator.hosts
+
+    @property
+    @override
+    def main_address(self) -> NoReturn:
+        raise StrategyError(
+            "PopDist's strategy connects the instances without a process group of torch.distributed, so there is no "
+            "address for one; call torch.distributed.init_process_group with an address of your own"
+        )
+
+    main_port = main_address
+
+    @staticmethod
+    @override
+    def detect() -> bool:
+        """Return False: the strategy brings its environment, and other strategies need another one."""
+        return False
+
+    @override
+    def world_size(self) -> int:
+        return self._instance.count
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        """Ignore the number: the launcher has started the instances."""
+
+    @override
+    def global_rank(self) -> int:
+        return self._instance.index
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        """Ignore the number: the launcher has numbered the instances."""
+
+    @override
+    def local_rank(self) -> int:
+        return self._instance.local_index
+
+    @override
+    def node_rank(self) -> int:
+        return self._hosts[self._instance.index]
+
+    @override
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Raise if a program's numbers differ from the job's.
+
+        Raises:
+            StrategyError: If `num_devices` is neither 1 nor the number of this host's instances, or `num_nodes` is
+                neither 1 nor the number of hosts.
+        """
+        hosts = len(set(self._hosts))
+        here = self._hosts.count(self.node_rank())
+        for name, number, count in (("devices", num_devices, here), ("num_nodes", num_nodes, hosts)):
+            if number not in (1, count):
+                raise StrategyError(
+                    f"the program asks Lightning for {name}={number}, but the launcher has started "
+                    f"{self._instance.count} instances, {here} of them on this host, on {hosts} "
+                    f"{'host' if hosts == 1 else 'hosts'}; leave out {name}, and give the numbers to poprun: "
+                    "poprun --num-instances 2 --num-replicas 4 python train.py"
+                )
 
 
 @final
@@ -146,7 +218,7 @@ class PopDistLightningStrategy(ParallelStrategy):
         Raises:
             StrategyError: If the precision is unknown, or the program asks for what replicas cannot do.
         """
-        self._refuse()
+        self._check_setup()
         if self._injects is None:
             connector = self._module.trainer._accelerator_connector
             self._injects = connector.use_distributed_sampler
@@ -161,9 +233,9 @@ class PopDistLightningStrategy(ParallelStrategy):
         self._steps = ReplicaSteps(
             self.strategy, self._module, self.precision_plugin, self._seed, self.root_device, made
         )
-        vars(self._module)[_HOOK] = _BeforeTransfer(self._module, self._steps, self.precision_plugin)
+        vars(self._module)[_HOOK] = _before_transfer(self._module, self._steps, self.precision_plugin)
 
-    def _refuse(self) -> None:
+    def _check_setup(self) -> None:
         if type(self.precision_plugin) not in _PRECISIONS:
             raise StrategyError(
                 f"the precision {type(self.precision_plugin).__name__} is not known to keep the same bits for every "
@@ -221,7 +293,7 @@ class PopDistLightningStrategy(ParallelStrategy):
         """
         trainer = self._module.trainer
         is_training = bool(trainer.training)
-        loader = dealt(
+        loader = sharded_loader(
             dataloader,
             self.strategy,
             self._seed,
@@ -248,7 +320,7 @@ class PopDistLightningStrategy(ParallelStrategy):
         return self._running.mapped(lambda rows: parent(rows, device, dataloader_idx), batch)
 
     def _begin_loop(self) -> None:
-        self._running.begin_loop()
+        self._running.batches = 0
 
     on_validation_start = on_test_start = on_predict_start = _begin_loop
 
@@ -332,7 +404,7 @@ class PopDistLightningStrategy(ParallelStrategy):
 
     # ---- collective calls
 
-    def _refuse_in_step(self, function: str) -> None:
+    def _check_outside_step(self, function: str) -> None:
         local = len(self.strategy.local_replicas)
         if (
             self._steps is not None
@@ -353,7 +425,7 @@ class PopDistLightningStrategy(ParallelStrategy):
             group: None: there are no groups.
             reduce_op: "mean", "sum", "min" or "max", or a ReduceOp of torch.
         """
-        self._refuse_in_step("reduce")
+        self._check_outside_step("reduce")
         kind = str(getattr(reduce_op, "name", reduce_op) or "mean").lower().rpartition(".")[2]
         kind = {"avg": "mean"}.get(kind, kind)
         value = tensor if isinstance(tensor, torch.Tensor) else torch.tensor(tensor)
@@ -383,7 +455,7 @@ class PopDistLightningStrategy(ParallelStrategy):
         Raises:
             StrategyError: In a step of several replicas, or if gradients would have to flow to other instances.
         """
-        self._refuse_in_step("all_gather")
+        self._check_outside_step("all_gather")
         if sync_grads and tensor.requires_grad and torch.is_grad_enabled():
             raise StrategyError("all_gather(sync_grads=True) is not supported: gathered tensors have no gradients")
         found = self.strategy.communicator.all_gather(np.ascontiguousarray(host_array(tensor)), name="all_gather")
@@ -445,29 +517,15 @@ class PopDistLightningStrategy(ParallelStrategy):
         return dict(found)
 
 
-@final
-class _BeforeTransfer:
-    """The hook of a module before a batch is moved, which calls the module's own for the batch of each replica.
+def _before_transfer(
+    module: pl.LightningModule, steps: ReplicaSteps, precision: Precision
+) -> Callable[[Batch, int], Batch]:
+    """Return the hook of a module before a batch is moved, which calls the module's own for each replica's batch."""
+    own = getattr(type(module), _HOOK)
 
-    Args:
-        module: The module.
-        steps: The steps of the replicas.
-        precision: Lightning's plugin for precision.
-    """
+    def before(batch: Batch, dataloader_idx: int = 0) -> Batch:
+        if not is_sharded(batch):  # the module's example_input_array, which summaries and loggers read
+            return own(module, batch, dataloader_idx)
+        return steps.mapped(lambda rows: own(module, precision.convert_input(rows), dataloader_idx), by_replica(batch))
 
-    def __init__(self, module: pl.LightningModule, steps: ReplicaSteps, precision: Precision) -> None:
-        self._module, self._steps, self._precision = module, steps, precision
-
-    def __deepcopy__(self, memo: object) -> _BeforeTransfer:
-        """Return the object itself: copies of a module, as callbacks make them, are not trained."""
-        return self
-
-    def __call__(self, batch: Batch, dataloader_idx: int = 0) -> Batch:
-        own = getattr(type(self._module), _HOOK)
-        if not is_dealt(batch):  # the module's example_input_array, which summaries and loggers read
-            return own(self._module, batch, dataloader_idx)
-
-        def one(rows: Batch) -> Batch:
-            return own(self._module, self._precision.convert_input(rows), dataloader_idx)
-
-        return self._steps.mapped(one, by_replica(batch))
+    return before

@@ -9,27 +9,142 @@ bits are the same as without a pipeline, because micro-batches keep their order 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
 import torch
+from torch.autograd.graph import Node
 
 from collectives.instruments import Instruments
 from strategies.errors import StrategyError
-from strategies.pipelines.running.driver import Course, Drive, ScheduledAction, raise_first
-from strategies.pipelines.schedules import schedule_named
-from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timetable, placed
-from strategies.torch.pipelines.generators import drawing_in_thread
-from strategies.torch.pipelines.graph import StageEntries, recorded
-from strategies.torch.pipelines.stages import BufferUses, MetStages, TorchPipeline, watching
+from strategies.pipelines.running.driver import ScheduledAction, ScheduleGraph, ScheduleRunner, raise_first
+from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timetable, placed, schedule_named
+from strategies.torch.pipelines.stages import BufferUses, DiscoveredStages, TorchPipeline, watching
+from strategies.torch.replicas.generators import drawing_in_thread, seed_generators
+
+_LEAF, _NOWHERE = -1, -2
+_MOST_SHAPES = 64
+
+
+@dataclass(frozen=True)
+class RecordedGraph:
+    """The nodes that autograd reaches from a loss, numbered.
+
+    Attributes:
+        nodes: The nodes in the order in which `recorded` has met them. Node 0 has computed the loss.
+        shape: A value that is equal for two graphs if nodes with the same number have the same parameter, or were
+            recorded in the same stage, have the same edges, and were recorded in the same order.
+        parts: For each node that belongs to no parameter, one more than its stage; 0 before the first stage.
+        order: The numbers of these nodes in the order of recording: a node comes after all nodes that it leads to.
+    """
+
+    nodes: Sequence[Node]
+    shape: tuple[int, ...]
+    parts: Mapping[int, int]
+    order: Sequence[int]
+
+    def stage(self, number: int) -> int:
+        """Return the stage in which a node was recorded; 0 for a node recorded before the first stage."""
+        return max(self.parts[number] - 1, 0)
+
+    @property
+    def firsts(self) -> Mapping[int, int]:
+        """The number of the first node that autograd reaches in each stage: the one that was recorded last."""
+        return {self.stage(number): number for number in self.order if self.parts[number]}
+
+    def record_uses(self, stages: DiscoveredStages) -> None:
+        """Record which stages use a parameter.
+
+        Raises:
+            StrategyError: If stages share a parameter that they cannot share.
+        """
+        for number in reversed(self.order):
+            for following, _ in self.nodes[number].next_functions:
+                parameter = getattr(following, "variable", None)
+                if parameter is not None:
+                    stages.use(parameter, self.stage(number))
+
+
+def recorded(loss: torch.Tensor, begins: Sequence[int]) -> RecordedGraph:
+    """Return the graph of a loss.
+
+    Args:
+        loss: The loss.
+        begins: Autograd's sequence numbers at which the stages begin.
+
+    Raises:
+        StrategyError: If the loss is a parameter, which no node has computed.
+    """
+    nodes = [_node_of(loss)]
+    numbers, shape = {nodes[0]: 0}, [loss.output_nr]
+    sequence: dict[int, int] = {}
+    parts: dict[int, int] = {}
+    for number, node in enumerate(nodes):  # grows on the way
+        parameter = getattr(node, "variable", None)
+        if parameter is not None:
+            shape += (_LEAF, id(parameter))
+            continue
+        sequence[number] = recorded_at = node._sequence_nr()
+        parts[number] = part = bisect_right(begins, recorded_at)
+        edges = node.next_functions
+        shape += (part, len(edges))
+        for following, place in edges:
+            if following is None:
+                shape.append(_NOWHERE)
+                continue
+            found = numbers.setdefault(following, len(nodes))
+            if found == len(nodes):
+                nodes.append(following)
+            shape += (found, place)
+    order = sorted(sequence, key=sequence.__getitem__)
+    return RecordedGraph(nodes, (*shape, *order), parts, order)
+
+
+def _node_of(loss: torch.Tensor) -> Node:
+    if loss.grad_fn is None:
+        raise StrategyError(
+            f"the loss is a parameter of shape {list(loss.shape)}, but a pipeline's stages must compute it; return a "
+            "value computed from the parameter, as 1 * loss"
+        )
+    return loss.grad_fn
+
+
+class StageEntries:
+    """The entries of stages in backward passes, for the shapes of graphs met so far. Threads may share it.
+
+    Args:
+        stages: The stages, to record the parameters that they use.
+    """
+
+    def __init__(self, stages: DiscoveredStages) -> None:
+        self._stages = stages
+        self._found: dict[tuple[int, ...], Mapping[int, int]] = {}
+
+    def of(self, graph: RecordedGraph) -> Mapping[int, int]:
+        """Return, for each stage, the number of the first node that autograd reaches in it.
+
+        Raises:
+            StrategyError: If stages share a parameter that they cannot share.
+        """
+        found = self._found.get(graph.shape)
+        if found is None:
+            found = graph.firsts
+            graph.record_uses(self._stages)
+            if len(self._found) >= _MOST_SHAPES:  # each graph has another shape: forget those met before
+                self._found.clear()
+            self._found[graph.shape] = found
+        return found
+
 
 _sequence_number = torch._C._autograd._get_sequence_nr
 
-Work = Callable[[int, "Walk"], None]
-"""(number of a micro-batch, its walk) -> None. Called in a thread of the micro-batch."""
+Work = Callable[[int, "StageCursor"], None]
+"""(number of a micro-batch, its cursor) -> None. Called in a thread of the micro-batch."""
 
 
 class PipelineRun:
@@ -51,7 +166,7 @@ class PipelineRun:
         spans: The timed actions of all devices in the last step, by replica; empty after the first call.
 
     Raises:
-        StrategyError: From `each`, see `Walk` and `MetStages`.
+        StrategyError: From `each`, see `StageCursor` and `DiscoveredStages`.
     """
 
     def __init__(
@@ -67,7 +182,7 @@ class PipelineRun:
         self._pipeline, self._count, self._module = pipeline, count, module
         self._trains, self._is_at_once = trains, is_at_once
         self._instruments = instruments
-        self._stages = MetStages(pipeline.placing())
+        self._stages = DiscoveredStages(pipeline.placing())
         self._entries = StageEntries(self._stages)
         self._timetable: Timetable | None = None
         self._threads = ThreadPoolExecutor(count, "micro-batch", torch.set_num_threads, (intra_op_threads,))
@@ -86,30 +201,32 @@ class PipelineRun:
 
     def _one_by_one(self, work: Work, replica: int) -> None:
         for number in range(self._count):
-            walk = Walk(self._stages, self._entries, number, None, self._instruments, replica)
+            cursor = StageCursor(self._stages, self._entries, number, None, self._instruments, replica)
             if number == 0 and self._timetable is None and self._trains:
-                with BufferUses(self._module, walk) as uses:
-                    walk.run(work)
-                uses.refuse_changes_that_cross()
+                with BufferUses(self._module, cursor) as uses:
+                    cursor.run(work)
+                uses.check_buffers_in_one_stage()
             else:
-                walk.run(work)
+                cursor.run(work)
         if self._timetable is None:
             self._timetable = self._planned()
-            self._course = Course.of(self._timetable, lambda part: part[1].micro_batch)
+            self._schedule_graph = ScheduleGraph.of(self._timetable, lambda part: part[1].micro_batch)
             self._of_each: list[list[ScheduledAction]] = [[] for _ in range(self._count)]
-            for turn in sorted(chain.from_iterable(self._course.devices), key=_place):
-                if turn.action.micro_batch is not None:
-                    self._of_each[turn.action.micro_batch].append(turn)
+            for scheduled in sorted(chain.from_iterable(self._schedule_graph.devices), key=_place):
+                if scheduled.action.micro_batch is not None:
+                    self._of_each[scheduled.action.micro_batch].append(scheduled)
 
     def _at_once(self, timetable: Timetable, work: Work, replica: int) -> None:
-        drive = Drive(self._course, time.perf_counter())
-        walks = [
-            Walk(self._stages, self._entries, number, Turns(drive, turns, timetable), self._instruments, replica)
-            for number, turns in enumerate(self._of_each)
+        runner = ScheduleRunner(self._schedule_graph, time.perf_counter())
+        cursors = [
+            StageCursor(
+                self._stages, self._entries, number, ActionQueue(runner, actions, timetable), self._instruments, replica
+            )
+            for number, actions in enumerate(self._of_each)
         ]
         # the first micro-batch comes last: the others sleep by then, and do not contend for Python's lock
-        raise_first([self._threads.submit(walk.run, work) for walk in reversed(walks)])
-        spans = list(drive.spans)
+        raise_first([self._threads.submit(cursor.run, work) for cursor in reversed(cursors)])
+        spans = list(runner.spans)
         if self._trains:
             end_s = max(span.end_s for span in spans)
             spans += [
@@ -123,7 +240,7 @@ class PipelineRun:
         """Return the timetable of the stages that the first step has met."""
         devices = self._stages.devices()
         if self._trains:
-            self._stages.refuse_unmet()
+            self._stages.check_all_blocks_met()
         if self._pipeline.needs_full and len(devices) > self._count:
             what, count = ("step", "a gradient accumulation") if self._trains else ("call", "deviceIterations")
             raise StrategyError(
@@ -139,71 +256,73 @@ class PipelineRun:
         self._threads.shutdown(wait=True)
 
 
-def _place(turn: ScheduledAction) -> tuple[int, int]:
+def _place(scheduled: ScheduledAction) -> tuple[int, int]:
     """Return a key that sorts the actions of a micro-batch in the order of its thread: forward, then back."""
-    kind, stage = turn.action.kind, turn.action.stage
+    kind, stage = scheduled.action.kind, scheduled.action.stage
     return (0, stage) if kind is ActionKind.FORWARD else (1, -stage)
 
 
-class Turns:
-    """The turns of one micro-batch: its thread calls `wait` before each action, and `done` after it.
+class ActionQueue:
+    """The actions of one micro-batch: its thread calls `wait` before each one, and `done` after it.
 
     Args:
-        drive: The drive of all micro-batches.
-        turns: The actions of this one, in their order.
+        runner: The runner of all micro-batches.
+        actions: The actions of this one, in their order.
         timetable: The timetable.
     """
 
-    def __init__(self, drive: Drive, turns: Sequence[ScheduledAction], timetable: Timetable) -> None:
+    def __init__(self, runner: ScheduleRunner, actions: Sequence[ScheduledAction], timetable: Timetable) -> None:
         self.timetable = timetable
-        self.drive = drive
-        self._turns = turns
+        self.runner = runner
+        self._actions = actions
         self._next = 0
         self._begun_s = 0.0
 
     def wait(self, kind: ActionKind, stage: int) -> None:
-        """Wait for the turn of the next action. `kind` and `stage` say what the thread is about to do.
+        """Wait until the next action may begin; it must be `kind` of `stage`.
 
         Raises:
             AbandonedError: If another micro-batch has failed.
         """
-        turn = self._turns[self._next]
-        assert (turn.action.kind, turn.action.stage) == (kind, stage), f"{kind} of stage {stage}, not {turn.action}"
-        self.drive.wait(turn)
-        self._begun_s = self.drive.clock()
+        scheduled = self._actions[self._next]
+        assert (scheduled.action.kind, scheduled.action.stage) == (kind, stage), (
+            f"{kind} of stage {stage}, not {scheduled.action}"
+        )
+        self.runner.wait(scheduled)
+        self._begun_s = self.runner.clock()
 
     def done(self) -> None:
         """Mark the action as ended, and wake threads that wait for it."""
-        turn = self._turns[self._next]
+        scheduled = self._actions[self._next]
         self._next += 1
-        following = self._turns[self._next] if self._next < len(self._turns) else None
-        self.drive.done(turn, self._begun_s, following)
+        following = self._actions[self._next] if self._next < len(self._actions) else None
+        self.runner.done(scheduled, self._begun_s, following)
 
 
-class Walk:
-    """The way of a micro-batch through the stages, forward and back. Its thread reports the blocks.
+class StageCursor:
+    """The stage of a micro-batch, forward and back. Its thread reports the blocks that it enters.
 
     Args:
         stages: The stages met so far.
         entries: The entries of the stages in backward passes.
         micro_batch: The number of the micro-batch.
-        turns: The turns of the micro-batch; None to run micro-batches one after another.
+        actions: Its scheduled actions; None to run micro-batches one after another.
         instruments: The instruments to notify.
         replica: The global index of the replica.
     """
 
     def __init__(
         self,
-        stages: MetStages,
+        stages: DiscoveredStages,
         entries: StageEntries,
         micro_batch: int,
-        turns: Turns | None,
+        actions: ActionQueue | None,
         instruments: Instruments,
         replica: int,
     ) -> None:
         self._stages, self._entries = stages, entries
         self._micro_batch = micro_batch
-        self._turns = turns
+        self._actions = actions
         self._instruments, self._replica = instruments, replica
         self._kind = ActionKind.FORWARD
         self.stage = 0
@@ -213,11 +332,7 @@ class Walk:
     @property
     def is_at_once(self) -> bool:
         """Whether other micro-batches run at the same time."""
-        return self._turns is not None
-
-    def drawing(self, seed: int) -> AbstractContextManager[None]:
-        """Return a context in which this thread draws the random numbers of the micro-batch."""
-        return drawing_in_thread(seed) if self.is_at_once else nullcontext()
+        return self._actions is not None
 
     def run(self, work: Work) -> None:
         """Go through the stages. If it fails, no other micro-batch waits for this one."""
@@ -227,12 +342,12 @@ class Walk:
                 self._wait()
                 work(self._micro_batch, self)
             except BaseException:
-                if self._turns is not None:
-                    self._turns.drive.give_up()
+                if self._actions is not None:
+                    self._actions.runner.give_up()
                 raise
 
     def begin(self, name: str, ipu: int | None) -> None:
-        """Enter a block. If a new stage begins with it, wait for the turn of that stage.
+        """Enter a block. If a new stage begins with it, wait until that stage may run.
 
         Raises:
             StrategyError: If the block belongs to an earlier stage, or to one that the first step did not have.
@@ -250,7 +365,7 @@ class Walk:
                 f"block {name!r} of stage {stage} begins after stage {self.stage}; the order of stages must follow the "
                 "data flow: number them so, or put both blocks into one stage"
             )
-        if self._turns is not None and stage >= self._turns.timetable.num_stages:
+        if self._actions is not None and stage >= self._actions.timetable.num_stages:
             raise StrategyError(
                 f"block {name!r} of stage {stage} was missing in the first step, from which the pipeline was planned; "
                 "enter the same blocks in every step"
@@ -261,8 +376,8 @@ class Walk:
             self._begins.append(_sequence_number())
             self._wait()
 
-    def turn_round(self, loss: torch.Tensor, last: int) -> None:
-        """End the forward pass with a loss, and wait for the turn of its backward pass."""
+    def begin_backward(self, loss: torch.Tensor, last: int) -> None:
+        """End the forward pass with a loss, and wait until its backward pass may begin."""
         self._advance(last, "the loss")
         if last:
             graph = recorded(loss, self._begins)
@@ -274,7 +389,7 @@ class Walk:
         self._wait()
 
     def back(self, loss: torch.Tensor) -> None:
-        """Run the backward pass from the loss that `turn_round` was given."""
+        """Run the backward pass from the loss that `begin_backward` was given."""
         loss.backward()
         self._go_back(0)
         self._done()
@@ -290,18 +405,32 @@ class Walk:
         return max(self.stage, len(self._stages.devices()) - 1)
 
     def _go_back(self, stage: int, _: object = None) -> None:
-        """End the backward passes of the later stages, and wait for the turn of `stage`. Called by autograd."""
+        """End the backward passes of later stages, and wait until `stage` may run. Called by autograd."""
         while self.stage > stage:
             self._done()
             self.stage -= 1
             self._wait()
 
     def _wait(self) -> None:
-        if self._turns is not None:
-            self._turns.wait(self._kind, self.stage)
+        if self._actions is not None:
+            self._actions.wait(self._kind, self.stage)
         self._instruments.replica_begins(self._replica, self.stage)
 
     def _done(self) -> None:
         self._instruments.replica_ends(self._replica, self.stage, self._micro_batch)
-        if self._turns is not None:
-            self._turns.done()
+        if self._actions is not None:
+            self._actions.done()
+
+
+def drawing(seed: int, device: torch.device, cursor: StageCursor | None) -> AbstractContextManager[None]:
+    """Let a micro-batch draw its random numbers. If others run at the same time, its thread has a generator of its own.
+
+    Args:
+        seed: The seed of the micro-batch.
+        device: The device of the replica.
+        cursor: The stage of the micro-batch; None without a pipeline.
+    """
+    if cursor is not None and cursor.is_at_once:
+        return drawing_in_thread(seed)
+    seed_generators(seed, device)
+    return nullcontext()

@@ -14,9 +14,9 @@ from typing_extensions import override
 
 import strategies.trees as trees
 from strategies.errors import StrategyError
-from strategies.pipelines.schedules import PipelineSchedule
+from strategies.pipelines.timetable import PipelineSchedule
 from strategies.torch.replicas.module_parts import Slot, slots_of
-from strategies.torch.threads import ThreadValue
+from strategies.torch.tensors import ThreadValue
 
 
 class StagePlacing(Protocol):
@@ -77,7 +77,7 @@ _next_block = ThreadValue(0)
 @contextmanager
 def watching(watcher: BlockWatcher) -> Iterator[None]:
     """Report the blocks of this thread to a watcher."""
-    with _watcher.being(watcher), _next_block.being(0):
+    with _watcher.using(watcher), _next_block.using(0):
         yield
 
 
@@ -102,7 +102,7 @@ def end_block() -> None:
         _watcher.now.end()
 
 
-class MetStages:
+class DiscoveredStages:
     """The stages of a module that the micro-batches of a replica have met. Threads may share it."""
 
     def __init__(self, placing: StagePlacing) -> None:
@@ -118,7 +118,7 @@ class MetStages:
             self._devices.setdefault(stage, device)
         return stage
 
-    def refuse_unmet(self) -> None:
+    def check_all_blocks_met(self) -> None:
         """Raise if a stage has a block that no micro-batch has entered."""
         if unmet := self._placing.unmet():
             raise StrategyError(
@@ -143,8 +143,7 @@ class MetStages:
         other = self._of_parameters.setdefault(id(parameter), device)
         if other != device:
             raise StrategyError(
-                f"a parameter of shape {list(parameter.shape)} is used on the devices {other} and {device}; put the "
-                "blocks that use it on one device"
+                f"a parameter of shape {[*parameter.shape]} is used on the devices {other} and {device}; use it on one"
             )
 
 
@@ -179,7 +178,7 @@ class BufferUses(TorchFunctionMode):
                 self._stages[slot.name].add(self._watcher.stage)
         return function(*args, **(kwargs or {}))
 
-    def refuse_changes_that_cross(self) -> None:
+    def check_buffers_in_one_stage(self) -> None:
         """Raise if a buffer has changed that several stages use."""
         for slot, before in zip(self._slots, self._before, strict=True):
             stages = sorted(self._stages[slot.name])

@@ -8,5 +8,5 @@ from strategies.compat.poptorch import __all__ as __all__
 from strategies.compat.poptorch import __getattr__ as __getattr__
 from strategies.compat.poptorch import __version__ as __version__
 
-for _name in [name for name in sys.modules if name.startswith(f"{_interface.__name__}.")]:
-    sys.modules[__name__ + _name.removeprefix(_interface.__name__)] = sys.modules[_name]
+for _name in ("autocasting", "enums", "optim", "options"):
+    sys.modules[f"{__name__}.{_name}"] = getattr(_interface, _name)

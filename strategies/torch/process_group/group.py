@@ -2,57 +2,41 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from collectives import Communicator, LayoutMismatchError
-from strategies.torch.process_group import arguments, arrays
-from strategies.torch.process_group.arrays import bits, copy_into, description, descriptions, flat, shaped
-from strategies.torch.process_group.messages import NO_LIMIT, GroupWork, Messages, WorkQueue
+from collectives import Communicator, LayoutMismatchError, UnsupportedBufferError
+from collectives.tree import combined
+from strategies.torch.process_group.messages import NO_LIMIT, GroupWork, Messages, TensorMessage, WorkQueue
+from strategies.torch.tensors import dtype_of
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import (
-        AllgatherOptions,
-        AllreduceCoalescedOptions,
-        AllreduceOptions,
-        AllToAllOptions,
-        BarrierOptions,
-        BroadcastOptions,
-        GatherOptions,
-        ReduceOptions,
-        ReduceScatterOptions,
-        ScatterOptions,
-    )
-
-    Reducing: TypeAlias = AllreduceOptions | ReduceOptions | ReduceScatterOptions
-
-    class RankedGroup:
-        """The methods of ProcessGroup that are used; its stubs also declare overloads that nothing here calls."""
-
-        def __init__(self, rank: int, size: int) -> None:
-            """Note rank and size."""
-
-        def rank(self) -> int:
-            """Return this rank."""
-
-        def size(self) -> int:
-            """Return the number of ranks."""
-
-else:
-    RankedGroup = ProcessGroup
-
-Tensors = list[torch.Tensor]
+Tensors: TypeAlias = Sequence[torch.Tensor]
+Options: TypeAlias = Any
+"""The options of a collective, such as `torch._C._distributed_c10d.AllreduceOptions`; stubs lack what is read here."""
 NAME = "popdist"
+_Base: Any = ProcessGroup  # its stubs also declare overloads that nothing here calls
+
+_ORDERED = {"SUM": "sum", "AVG": "mean", "MIN": "min", "MAX": "max"}
+_OF_BOOLS = {"SUM": "MAX", "PRODUCT": "MIN", "MIN": "MIN", "MAX": "MAX"}
+_GATHERED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "PRODUCT": torch.mul,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+_PLAIN = (torch.Tensor.__torch_dispatch__, torch.nn.Parameter.__torch_dispatch__)
+_IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
 
-class PopDistProcessGroup(RankedGroup):
+class PopDistProcessGroup(_Base):
     """A process group whose ranks call the same collectives in the same order.
 
     The calls of all ranks are compared first: if shapes, dtypes, operations or roots differ, every rank raises
@@ -99,7 +83,7 @@ class PopDistProcessGroup(RankedGroup):
     # While PyTorch 2.15 registers the group, it attaches a flight recorder if there are devices, which needs C++.
     @property
     def _device_types(self) -> list[torch.device]:
-        is_registered = self in distributed_c10d._world.pg_map  # type: ignore[comparison-overlap, unused-ignore]  # see RankedGroup
+        is_registered = self in distributed_c10d._world.pg_map
         return [torch.device("cpu")] if is_registered else []
 
     def _get_backend(self, device: torch.device) -> PopDistProcessGroup:
@@ -109,183 +93,155 @@ class PopDistProcessGroup(RankedGroup):
 
     # ---- reductions
 
-    def allreduce(self, tensors: Tensors, opts: AllreduceOptions | None = None) -> GroupWork:
-        """Reduce a tensor over all ranks, in place."""
-        op = _op_of(opts, tensors[0])
-        return self._begin("all_reduce", partial(self._reduce_each, tensors, op), tensors, opts)
-
-    def allreduce_coalesced(self, tensors: Tensors, opts: AllreduceCoalescedOptions | None = None) -> GroupWork:
-        """Reduce several tensors over all ranks, in place."""
-        for tensor in tensors:
-            _op_of(opts, tensor)
-        return self.allreduce(tensors, opts)
-
-    def reduce(self, tensors: Tensors, opts: ReduceOptions) -> GroupWork:
-        """Reduce a tensor over all ranks; only the root's tensor changes."""
-        op, root = _op_of(opts, tensors[0]), int(opts.rootRank)
-        return self._begin("reduce", partial(self._reduce_to, tensors[0], op, root), tensors, opts)
-
-    def reduce_scatter(
-        self, outputs: Tensors, inputs: list[Tensors], opts: ReduceScatterOptions | None = None
-    ) -> GroupWork:
-        """Reduce a list of one tensor per rank; each rank receives its own."""
-        [output], [tensors] = outputs, inputs
-        arguments.refuse_others_than(output, tensors, self.size(), "reduce_scatter")
-        op = _op_of(opts, output)
-        action = partial(self._scatter_reduced, output, tensors, op, descriptions(tensors))
-        return self._begin("reduce_scatter", action, [output, *tensors], opts, 1)
-
-    def reduce_scatter_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions | None = None
-    ) -> GroupWork:
-        """Reduce a tensor of one block per rank; each rank receives its own block."""
-        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: ReduceScatterOptions | None = None
-    ) -> GroupWork:
-        """Reduce several tensors as `reduce_scatter_single` does."""
-        for output, tensor in zip(outputs, inputs, strict=True):
-            arguments.refuse_uneven(tensor, output, self.size(), "reduce_scatter_single")
-        op, name = _op_of(opts, outputs[0]), descriptions(inputs)
+    def allreduce(self, tensors: Tensors, opts: Options = None) -> GroupWork:
+        """Reduce tensors over all ranks, in place."""
+        op = [_op_of(opts, tensor) for tensor in tensors][0]
+        name = _descriptions(tensors) if len(tensors) > 1 else ""
 
         def action() -> None:
-            for output, tensor in zip(outputs, inputs, strict=True):
-                self._scatter_reduced(output, [tensor], op, name)
+            for tensor in tensors:  # in their shapes, so that calls with other shapes differ
+                _copy_into(tensor, _all_reduce(self._communicator, _shaped(tensor), op, name))
 
-        return self._begin("reduce_scatter_single", action, [*outputs, *inputs], opts, len(outputs))
+        return self._begin("all_reduce", action, tensors, opts)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Tensors, opts: Options) -> GroupWork:
+        """Reduce a tensor over all ranks; only the root's tensor changes."""
+        [tensor], root = tensors, int(opts.rootRank)
+        op = _op_of(opts, tensor)
+
+        def action() -> None:
+            reduced = _all_reduce(self._communicator, _shaped(tensor).clone(), op, f"reduce to rank {root}")
+            if self.rank() == root:
+                _copy_into(tensor, reduced)
+
+        return self._begin("reduce", action, tensors, opts)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Options = None) -> GroupWork:
+        """Reduce a list of one tensor per rank; each rank receives its own."""
+        for output, tensors in zip(outputs, inputs, strict=True):
+            self._check_tensor_list(output, tensors, "reduce_scatter")
+        return self._scatter_reduced("reduce_scatter", outputs, inputs, opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> GroupWork:
+        """Reduce several tensors of one block per rank; each rank receives its own blocks."""
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self._check_even_blocks(tensor, output, "reduce_scatter_single")
+        return self._scatter_reduced("reduce_scatter_single", outputs, [[tensor] for tensor in inputs], opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Options = None) -> GroupWork:
+        """Reduce a tensor of one block per rank; each rank receives its own block."""
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _reduce_each(self, tensors: Tensors, op: str) -> None:
-        name = descriptions(tensors) if len(tensors) > 1 else ""
-        for tensor in tensors:  # in their shapes, so that calls with other shapes differ
-            copy_into(tensor, arrays.all_reduce(self._communicator, shaped(tensor), op, name))
+    def _scatter_reduced(self, title: str, outputs: Tensors, inputs: Sequence[Tensors], opts: Options) -> GroupWork:
+        op, every = _op_of(opts, outputs[0]), [tensor for tensors in inputs for tensor in tensors]
+        name = _descriptions(every)
 
-    def _reduce_to(self, tensor: torch.Tensor, op: str, root: int) -> None:
-        reduced = arrays.all_reduce(self._communicator, shaped(tensor).clone(), op, f"reduce to rank {root}")
-        if self.rank() == root:
-            copy_into(tensor, reduced)
+        def action() -> None:
+            for output, tensors in zip(outputs, inputs, strict=True):
+                values = _flat(tensors[0]) if len(tensors) == 1 else torch.cat([_flat(each) for each in tensors])
+                out = _flat(output)
+                _reduce_scatter(self._communicator, values, out, op, name)
+                _copy_into(output, out)
 
-    def _scatter_reduced(self, output: torch.Tensor, tensors: Tensors, op: str, name: str) -> None:
-        values = flat(tensors[0]) if len(tensors) == 1 else torch.cat([flat(each) for each in tensors])
-        out = flat(output)
-        arrays.reduce_scatter(self._communicator, values, out, op, name)
-        copy_into(output, out)
+        return self._begin(title, action, [*outputs, *every], opts, len(outputs))
 
     # ---- moves
 
-    def broadcast(self, tensors: Tensors, opts: BroadcastOptions) -> GroupWork:
-        """Copy the root's tensor to all ranks."""
-        root, name = int(opts.rootRank), descriptions(tensors)
+    def broadcast(self, tensors: Tensors, opts: Options) -> GroupWork:
+        """Copy the root's tensors to all ranks."""
+        root, name = int(opts.rootRank), _descriptions(tensors)
 
         def action() -> None:
             for tensor in tensors:
-                values = flat(tensor)
-                self._communicator.broadcast(bits(values), root, name=name)
-                copy_into(tensor, values)
+                values = _flat(tensor)
+                self._communicator.broadcast(_bits(values), root, name=name)
+                _copy_into(tensor, values)
 
         return self._begin("broadcast", action, tensors, opts)
 
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: AllgatherOptions | None = None) -> GroupWork:
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Options = None) -> GroupWork:
         """Copy each rank's tensor to all ranks, into one tensor per rank."""
-        [tensors], [tensor] = outputs, inputs
-        arguments.refuse_others_than(tensor, tensors, self.size(), "all_gather")
+        return self._gather_all("all_gather", [[tensor] for tensor in outputs[0]], inputs, opts)
 
-        def action() -> None:
-            _deal_out(self._gathered(tensor, description(tensor)), tensors, tensor.dtype)
-
-        return self._begin("all_gather", action, [*tensors, tensor], opts, len(tensors))
-
-    def allgather_coalesced(
-        self, outputs: list[Tensors], inputs: Tensors, opts: AllgatherOptions | None = None
-    ) -> GroupWork:
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Options = None) -> GroupWork:
         """Gather several tensors as `allgather` does; `outputs` has a list for each rank."""
-        name = descriptions(inputs)
+        return self._gather_all("all_gather_coalesced", outputs, inputs, opts)
+
+    def _gather_all(self, title: str, outputs: Sequence[Tensors], inputs: Tensors, opts: Options) -> GroupWork:
+        name, of_inputs = _descriptions(inputs), [[each[number] for each in outputs] for number in range(len(inputs))]
+        for tensor, tensors in zip(inputs, of_inputs, strict=True):
+            self._check_tensor_list(tensor, tensors, title)
 
         def action() -> None:
-            for number, tensor in enumerate(inputs):
-                _deal_out(self._gathered(tensor, name), [each[number] for each in outputs], tensor.dtype)
+            for tensor, tensors in zip(inputs, of_inputs, strict=True):
+                _deal_out(self._communicator.all_gather(_bits(_flat(tensor)), name=name), tensors)
 
         results = [tensor for each in outputs for tensor in each]
-        return self._begin("all_gather_coalesced", action, [*results, *inputs], opts, len(results))
+        return self._begin(title, action, [*results, *inputs], opts, len(results))
 
-    def all_gather_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions | None = None
-    ) -> GroupWork:
-        """Copy each rank's tensor to all ranks, into one block per rank."""
-        return self.all_gather_single_coalesced([output], [tensor], opts)
-
-    def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: AllgatherOptions | None = None
-    ) -> GroupWork:
-        """Gather several tensors as `all_gather_single` does."""
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> GroupWork:
+        """Copy several tensors of each rank to all ranks, into one block per rank."""
         for output, tensor in zip(outputs, inputs, strict=True):
-            arguments.refuse_uneven(output, tensor, self.size(), "all_gather_single")
-        name = descriptions(inputs)
+            self._check_even_blocks(output, tensor, "all_gather_single")
+        name = _descriptions(inputs)
 
         def action() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
-                values = flat(output)
-                self._gathered(tensor, name, bits(values).reshape(self.size(), -1))
-                copy_into(output, values)
+                values = _flat(output)
+                rows = _bits(values).reshape(self.size(), -1)
+                self._communicator.all_gather(_bits(_flat(tensor)), rows, name=name)
+                _copy_into(output, values)
 
         return self._begin("all_gather_single", action, [*outputs, *inputs], opts, len(outputs))
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Options = None) -> GroupWork:
+        """Copy each rank's tensor to all ranks, into one block per rank."""
+        return self.all_gather_single_coalesced([output], [tensor], opts)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: GatherOptions) -> GroupWork:
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Options) -> GroupWork:
         """Copy each rank's tensor to the root, into one tensor per rank."""
         [tensor], root = inputs, int(opts.rootRank)
-        tensors = outputs[0] if self.rank() == root else []
-        if self.rank() == root:
-            arguments.refuse_others_than(tensor, tensors, self.size(), "gather")
+        tensors = self._of_root(root, outputs, tensor, "gather")
 
         def action() -> None:
-            rows = self._communicator.gather(bits(flat(tensor)), root, name=description(tensor))
+            rows = self._communicator.gather(_bits(_flat(tensor)), root, name=_descriptions(inputs))
             if rows is not None:
-                _deal_out(rows, tensors, tensor.dtype)
+                _deal_out(rows, tensors)
 
         return self._begin("gather", action, [*tensors, tensor], opts, len(tensors))
 
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: ScatterOptions) -> GroupWork:
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Options) -> GroupWork:
         """Copy one tensor of the root to each rank."""
         [output], root = outputs, int(opts.rootRank)
-        tensors = inputs[0] if self.rank() == root else []
-        if self.rank() == root:
-            arguments.refuse_others_than(output, tensors, self.size(), "scatter")
+        tensors = self._of_root(root, inputs, output, "scatter")
 
         def action() -> None:
-            row = bits(flat(output))
-            rows = np.empty((self.size(), row.size), np.uint8)
-            for each, tensor in zip(rows, tensors, strict=False):  # only the root has tensors
-                each[:] = bits(flat(tensor))
-            self._communicator.broadcast(rows, root, name=f"scatter {description(output)}")
-            _deal_out(rows[self.rank()][np.newaxis], [output], output.dtype)
+            rows = np.empty((self.size(), output.numel() * output.itemsize), np.uint8)
+            for row, tensor in zip(rows, tensors, strict=False):  # only the root has tensors
+                row[:] = _bits(_flat(tensor))
+            self._communicator.broadcast(rows, root, name=f"scatter {_descriptions(outputs)}")
+            _deal_out(rows[self.rank()][np.newaxis], outputs)
 
         return self._begin("scatter", action, [output, *tensors], opts, 1)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: AllToAllOptions | None = None) -> GroupWork:
+    def _of_root(self, root: int, lists: Sequence[Tensors], tensor: torch.Tensor, title: str) -> Tensors:
+        """Return the root's list of one tensor per rank; the other ranks have none."""
+        if self.rank() != root:
+            return []
+        self._check_tensor_list(tensor, lists[0], title)
+        return lists[0]
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> GroupWork:
         """Send one tensor to each rank, and receive one from each."""
-        return self._all_to_all(outputs, inputs, opts, descriptions([each.new_empty(0) for each in inputs[:1]]))
-
-    def _all_to_all(self, outputs: Tensors, inputs: Tensors, opts: AllToAllOptions | None, name: str) -> GroupWork:
-        if not len(outputs) == len(inputs) == self.size():
-            raise ValueError(
-                f"all_to_all was called with {len(inputs)} inputs and {len(outputs)} outputs in a group of "
-                f"{self.size()} ranks; give one of each per rank"
-            )
-
-        def action() -> None:
-            blocks = self._exchanged(
-                [bits(flat(each)) for each in inputs], [each.numel() * each.itemsize for each in outputs], name
-            )
-            for output, block in zip(outputs, blocks, strict=True):
-                _deal_out(block[np.newaxis], [output], output.dtype)
-
-        return self._begin("all_to_all", action, [*outputs, *inputs], opts, len(outputs))
+        return self._all_to_all(outputs, inputs, opts, _descriptions([each.new_empty(0) for each in inputs[:1]]))
 
     def all_to_all_single(
         self,
@@ -293,24 +249,32 @@ class PopDistProcessGroup(RankedGroup):
         tensor: torch.Tensor,
         output_splits: Sequence[int],
         input_splits: Sequence[int],
-        opts: AllToAllOptions | None = None,
+        opts: Options = None,
     ) -> GroupWork:
         """Send a part of the first axis to each rank, and receive one from each; no splits: equal parts."""
-        received = arguments.splits_of(output, output_splits, self.size(), "output")
-        sent = arguments.splits_of(tensor, input_splits, self.size(), "input")
+        received = _splits_of(output, output_splits, self.size(), "output")
+        sent = _splits_of(tensor, input_splits, self.size(), "input")
         if not output.is_contiguous():
             raise ValueError("the output of all_to_all_single is not contiguous; give a contiguous tensor")
-        name = description(tensor[:0])  # dtype and shape of the rows, of which ranks have different numbers
-        return self._all_to_all(list(output.split(received)), list(tensor.split(sent)), opts, name)
+        name = _descriptions([tensor[:0]])  # dtype and shape of the rows, of which ranks have different numbers
+        return self._all_to_all(output.split(received), tensor.split(sent), opts, name)
 
     alltoall_base = all_to_all_single
 
-    def barrier(self, opts: BarrierOptions | None = None) -> GroupWork:
-        """Wait until all ranks have called this."""
-        return self._begin("barrier", self._communicator.barrier, [], opts)
+    def _all_to_all(self, outputs: Tensors, inputs: Tensors, opts: Options, name: str) -> GroupWork:
+        if not len(outputs) == len(inputs) == self.size():
+            raise ValueError(
+                f"all_to_all was called with {len(inputs)} inputs and {len(outputs)} outputs in a group of "
+                f"{self.size()} ranks; give one of each per rank"
+            )
 
-    def _gathered(self, tensor: torch.Tensor, name: str, out: np.ndarray | None = None) -> np.ndarray:
-        return self._communicator.all_gather(bits(flat(tensor)), out, name=name)
+        def action() -> None:
+            expected = [each.numel() * each.itemsize for each in outputs]
+            blocks = self._exchanged([_bits(_flat(each)) for each in inputs], expected, name)
+            for output, block in zip(outputs, blocks, strict=True):
+                _deal_out(block[np.newaxis], [output])
+
+        return self._begin("all_to_all", action, [*outputs, *inputs], opts, len(outputs))
 
     def _exchanged(self, blocks: Sequence[np.ndarray], expected: Sequence[int], name: str) -> list[np.ndarray]:
         """Send block r to rank r; return the block that each rank sends to this one.
@@ -321,51 +285,71 @@ class PopDistProcessGroup(RankedGroup):
         rank, size = self.rank(), self.size()
         own = np.array([[block.size for block in blocks], expected], np.int64)
         sizes = self._communicator.all_gather(own, name=f"all_to_all {name}")
-        arguments.refuse_crossed_sizes(sizes)
-        received: list[np.ndarray] = [np.empty(0, np.uint8)] * size
-        received[rank] = blocks[rank]
+        sent = sizes[:, 0]  # bytes that rank i sends to rank j
+        for source, to in np.argwhere(sent != sizes[:, 1].T):
+            raise LayoutMismatchError(
+                f"all_to_all: rank {source} sends {sent[source, to]} bytes to rank {to}, which expects "
+                f"{sizes[to, 1, source]}; give splits that fit on all ranks"
+            )
+        received = [blocks[rank]] * size
         for distance in range(1, size):
-            sends = [sizes[each, 0, (each - distance) % size] for each in range(size)]
-            padded = np.zeros(max(sends), np.uint8)
+            padded = np.zeros(max(sent[each, (each - distance) % size] for each in range(size)), np.uint8)
             block = blocks[(rank - distance) % size]
             padded[: block.size] = block
             source = (rank + distance) % size
             found = self._communicator.shift(padded, distance=distance, name="all_to_all")
-            received[source] = found[: sizes[source, 0, rank]]
+            received[source] = found[: sent[source, rank]]
         return received
+
+    def barrier(self, opts: Options = None) -> GroupWork:
+        """Wait until all ranks have called this."""
+        return self._begin("barrier", self._communicator.barrier, [], opts)
+
+    # ---- arguments
+
+    def _check_tensor_list(self, tensor: torch.Tensor, tensors: Tensors, title: str) -> None:
+        """Refuse a list that does not have one tensor per rank, each of the size and dtype of `tensor`."""
+        if len(tensors) != self.size():
+            raise ValueError(
+                f"{title} was called with a list of {len(tensors)} tensors in a group of {self.size()} ranks"
+            )
+        for each in tensors:
+            if each.dtype != tensor.dtype or each.numel() != tensor.numel():
+                raise ValueError(
+                    f"{title} was called with {_descriptions([tensor])} and, in the list, {_descriptions([each])}; the "
+                    "backend popdist needs tensors of equal size and dtype, so pad them"
+                )
+
+    def _check_even_blocks(self, whole: torch.Tensor, part: torch.Tensor, title: str) -> None:
+        """Refuse a tensor of blocks that does not have one block per rank, each of the size and dtype of `part`."""
+        size = self.size()
+        if whole.dtype != part.dtype or whole.numel() != size * part.numel():
+            raise ValueError(
+                f"{title} was called with {_descriptions([whole])} and {_descriptions([part])} in a group of {size} "
+                f"ranks; the larger one has to have {size} times the elements of the other one, and the same dtype"
+            )
 
     # ---- messages between two ranks
 
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> GroupWork:
         """Send a tensor to a rank; the work ends when the tensor may be changed."""
-        return self._message(tensors[0], "send", to, tag)
+        return self._message(tensors[0], "send", f" (to rank {to})", to, tag)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> GroupWork:
         """Receive a tensor from a rank."""
-        return self._message(tensors[0], "recv", source, tag)
+        return self._message(tensors[0], "recv", f" (from rank {source})", source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> GroupWork:
         """Receive a tensor from the rank that sends first."""
-        return self._message(tensors[0], "recv", None, tag)
+        return self._message(tensors[0], "recv", "", None, tag)
 
-    def _message(self, tensor: torch.Tensor, verb: str, other: int | None, tag: int) -> GroupWork:
+    def _message(self, tensor: torch.Tensor, verb: str, where: str, other: int | None, tag: int) -> GroupWork:
         self._communicator.refuse_in_child()
-        arrays.refuse_others([tensor])
+        _check_plain_tensors([tensor])
         if other == self.rank():
             raise ValueError(f"rank {other} cannot {verb} to or from itself; copy the tensor")
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             raise ValueError(f"the tensor of {verb} is not contiguous, or a lazy negative; give tensor.clone()")
-        title = f"{verb} {description(tensor)}" + ("" if other is None else f" ({_PREPOSITIONS[verb]} rank {other})")
-        work = GroupWork(title, lambda: None, [tensor])
-        messages = self._connected_messages()
-        if verb == "send":
-            assert other is not None
-            messages.send(bits(tensor), str(tensor.dtype), other, tag, work)
-        else:
-            messages.receive(bits(tensor), str(tensor.dtype), other, tag, work)
-        return work
-
-    def _connected_messages(self) -> Messages:
         if self._messages is None:
             link = self._communicator.beside
             if link is None:
@@ -374,7 +358,8 @@ class PopDistProcessGroup(RankedGroup):
                     f"{self._communicator.mechanism!r}; use collectives"
                 )
             self._messages = Messages(link, self._communicator.watch_beside())
-        return self._messages
+        work = GroupWork(f"{verb} {_descriptions([tensor])}{where}", lambda: None, [tensor])
+        return self._messages.begin(TensorMessage(_bits(tensor), str(tensor.dtype), other, tag, work, verb == "send"))
 
     # ---- life cycle
 
@@ -420,10 +405,10 @@ class PopDistProcessGroup(RankedGroup):
     ) -> GroupWork:
         """Begin an operation; the first `results` of the tensors, by default all, hold its result."""
         self._communicator.refuse_in_child()
-        arrays.refuse_others(tensors)
+        _check_plain_tensors(tensors)
         is_async = bool(getattr(opts, "asyncOp", True))
         timeout = getattr(opts, "timeout", NO_LIMIT)
-        return self._queue.begin(GroupWork(title, partial(self._run, action, timeout), tensors[:results]), is_async)
+        return self._queue.begin(GroupWork(title, partial(self._run, action, timeout), [*tensors[:results]]), is_async)
 
     def _run(self, action: Callable[[], None], timeout: timedelta) -> None:
         """Carry an operation out; if `timeout` is positive, it limits each wait in place of the group's."""
@@ -440,15 +425,155 @@ class PopDistProcessGroup(RankedGroup):
                 self._communicator.limit_waits(of_group_s)
 
 
-_PREPOSITIONS = {"send": "to", "recv": "from"}
+def _op_of(opts: Options, tensor: torch.Tensor) -> str:
+    """Return the name of a reduction in `torch.distributed.ReduceOp`.
+
+    Raises:
+        UnsupportedBufferError: Tensors of this dtype cannot be reduced so.
+    """
+    op, dtype = "SUM" if opts is None else str(opts.reduceOp.op.name), tensor.dtype
+    known = [*_OF_BOOLS] if dtype is torch.bool else [*_ORDERED, *_GATHERED]
+    if op not in known or (op.startswith("B") and (dtype.is_floating_point or dtype.is_complex)):
+        raise UnsupportedBufferError(
+            f"the backend popdist cannot reduce {dtype} by {op}; use one of {', '.join(known)} (BAND, BOR and BXOR for "
+            "integers)"
+        )
+    if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize == 1):
+        way = "torch.view_as_real(tensor)" if dtype.is_complex else "tensor.float()"
+        raise UnsupportedBufferError(f"the backend popdist cannot reduce {dtype}; convert it, for example with {way}")
+    return op
 
 
-def _op_of(opts: Reducing | None, tensor: torch.Tensor) -> str:
-    op: str = "SUM" if opts is None else opts.reduceOp.op.name  # type: ignore[attr-defined, unused-ignore]  # the stub lacks it
-    return arrays.checked_op(op, tensor.dtype)
+def _splits_of(tensor: torch.Tensor, splits: Sequence[int], size: int, title: str) -> list[int]:
+    """Return the number of rows for each rank; no splits: equal numbers."""
+    length = tensor.shape[0] if tensor.dim() else 0
+    if not splits and length % size == 0:
+        return [length // size] * size
+    if len(splits) != size or sum(splits) != length:
+        raise ValueError(
+            f"the {title} of all_to_all_single has {length} rows and the splits {list(splits)} in a group of {size} "
+            "ranks; give one split per rank, whose sum is the number of rows"
+        )
+    return list(splits)
 
 
-def _deal_out(rows: np.ndarray, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+def _check_plain_tensors(tensors: Tensors) -> None:
+    """Refuse tensors that are on a device, or sparse, or have no memory of their own.
+
+    Raises:
+        UnsupportedBufferError: There is such a tensor.
+    """
+    for tensor in tensors:
+        if type(tensor).__torch_dispatch__ not in _PLAIN:
+            raise UnsupportedBufferError(
+                f"the backend popdist takes plain tensors, not {type(tensor).__name__}, which wraps another one; give "
+                "the one inside, such as tensor.to_local() of a DTensor, or tensor.wait() of an AsyncCollectiveTensor"
+            )
+        kind = "quantized " if tensor.is_quantized else "" if tensor.layout is torch.strided else "sparse "
+        if tensor.device.type != "cpu":
+            way_out = "move it with tensor.cpu(), or make a group of another backend for it: new_group(backend='nccl')"
+        elif tensor.is_quantized:
+            way_out = "give tensor.dequantize()"
+        elif kind:
+            way_out = "give tensor.to_dense(), or make an embedding with sparse=False"
+        else:
+            continue
+        raise UnsupportedBufferError(
+            f"the backend popdist takes dense tensors on the CPU, not a {kind}tensor on {tensor.device}; {way_out}"
+        )
+
+
+def _shaped(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as a contiguous tensor of the same shape, without a copy if possible."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as a contiguous tensor of one dimension, without a copy if possible."""
+    return _shaped(tensor).view(-1)
+
+
+class _Memory:
+    """The memory of a contiguous tensor, as NumPy asks for it; an array of it keeps the tensor alive."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        place = (tensor.data_ptr(), False)
+        shape = (tensor.numel() * tensor.itemsize,)
+        self.tensor = tensor
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": shape, "data": place}
+
+
+def _bits(tensor: torch.Tensor) -> np.ndarray:
+    """Return the memory of a contiguous tensor of any dtype, as flat uint8.
+
+    `tensor.numpy()` would forbid PyTorch to resize the tensor afterwards, as FSDP and hooks of DDP do.
+    """
+    return np.asarray(_Memory(tensor))
+
+
+def _numbers(tensor: torch.Tensor) -> np.ndarray:
+    """Return the memory of a contiguous tensor as numbers, in its shape."""
+    return _bits(tensor).view(_dtype_of(tensor.dtype)).reshape(tensor.shape)
+
+
+@functools.cache
+def _dtype_of(dtype: torch.dtype) -> np.dtype:
+    return dtype_of(torch.empty(0, dtype=dtype))
+
+
+def _descriptions(tensors: Tensors) -> str:
+    """Format dtypes and shapes for messages and for the comparison of calls: `float32[3,4] int64[]`."""
+    return " ".join(f"{str(one.dtype).removeprefix('torch.')}[{','.join(map(str, one.shape))}]" for one in tensors)
+
+
+def _copy_into(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy flat values into a tensor, unless they are its memory."""
+    if tensor.data_ptr() != values.data_ptr() or not tensor.is_contiguous():
+        tensor.detach().copy_(values.view(tensor.shape))
+
+
+def _deal_out(rows: np.ndarray, tensors: Tensors) -> None:
+    """Copy the bits of each row into a tensor."""
     for row, tensor in zip(torch.from_numpy(rows), tensors, strict=True):
         if tensor.numel():  # rows without elements have strides that view refuses
-            copy_into(tensor, row.view(dtype))
+            _copy_into(tensor, row.view(tensor.dtype))
+
+
+def _all_reduce(communicator: Communicator, values: torch.Tensor, op: str, name: str = "") -> torch.Tensor:
+    """Reduce a tensor over all ranks in the order of the tree; return it or another one, with the result.
+
+    Args:
+        communicator: Ranks of the group.
+        values: Contiguous tensor; may be overwritten.
+        op: Name of the operation in `torch.distributed.ReduceOp`.
+        name: Facts for the comparison of calls.
+    """
+    if values.dtype is torch.bool and op in _OF_BOOLS:
+        return _all_reduce(communicator, values.view(torch.uint8), _OF_BOOLS[op], f"bool {op} {name}").view(torch.bool)
+    if op in _ORDERED:
+        communicator.all_reduce(_numbers(values), _ORDERED[op], name=name)
+        return values
+    return _combined(communicator, values, op, name)
+
+
+def _reduce_scatter(
+    communicator: Communicator, values: torch.Tensor, out: torch.Tensor, op: str, name: str = ""
+) -> None:
+    """Reduce a flat tensor as `all_reduce` does; write this rank's block into `out`, a flat contiguous tensor."""
+    if op in _ORDERED and values.dtype is not torch.bool:
+        communicator.reduce_scatter(_numbers(values), _numbers(out), _ORDERED[op], name=name)
+        return
+    whole = _all_reduce(communicator, values.clone(), op, f"reduce_scatter {name}")
+    out.copy_(whole.view(communicator.size, -1)[communicator.rank])
+
+
+def _combined(communicator: Communicator, values: torch.Tensor, op: str, name: str) -> torch.Tensor:
+    """Reduce by gathering: for operations that the collectives do not have."""
+    rows = torch.from_numpy(communicator.all_gather(_bits(values), name=f"{op} {_descriptions([values])} {name}"))
+    if not values.numel():  # view refuses the strides of rows without elements
+        return values
+    each = [row.view(values.dtype) for row in rows]
+    if values.dtype in _IN_FLOAT32:
+        each = [row.float() for row in each]
+    result: torch.Tensor = combined(each, _GATHERED[op])
+    return result.to(values.dtype)

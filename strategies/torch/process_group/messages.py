@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,12 +35,8 @@ class GroupWork(Work):
         self.title = title
         self._action: Callable[[], int | None] | None = action
         self._results = results
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self._end: Future[int | None] = Future()  # its value is the number of the sending rank
         self._made_in = forks.generation
-        self._error: BaseException | None = None
-        self._source: int | None = None
-        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
 
     def run(self) -> None:
         """Carry the operation out; `wait` raises its error."""
@@ -54,12 +50,11 @@ class GroupWork(Work):
 
     def end(self, source: int | None = None, error: BaseException | None = None) -> None:
         """Note the end of the operation."""
-        with self._lock:
-            self._source, self._error, self._action = source, error, None
-            self._ended.set()
-            future = self._future
-        if future is not None:
-            future.set_result(self._results)
+        self._action = None
+        if error is None:
+            self._end.set_result(source)
+        else:
+            self._end.set_exception(error)
 
     @override
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
@@ -70,13 +65,15 @@ class GroupWork(Work):
             CollectiveTimeoutError: The operation has not ended after `timeout`; it goes on.
         """
         forks.refuse_in_child(self._made_in, "the process that has begun the operation")
-        if not self._ended.wait(timeout.total_seconds() if timeout > NO_LIMIT else None):
+        try:
+            self._end.result(timeout.total_seconds() if timeout > NO_LIMIT else None)
+        except TimeoutError:
+            if self._end.done():
+                raise  # the error of the operation
             raise CollectiveTimeoutError(
                 f"{self.title} has not ended after the timeout of {timeout.total_seconds():g} s that wait was given; "
                 "see why other ranks are late, or give a longer timeout"
-            )
-        if self._error is not None:
-            raise self._error
+            ) from None
         return True
 
     def synchronize(self) -> None:
@@ -85,15 +82,15 @@ class GroupWork(Work):
 
     def is_completed(self) -> bool:
         """Return whether the operation has ended, with or without an error."""
-        return self._ended.is_set()
+        return self._end.done()
 
     def is_success(self) -> bool:
         """Return whether the operation has ended without an error."""
-        return self._ended.is_set() and self._error is None
+        return self._end.done() and self._end.exception() is None
 
     def exception(self) -> BaseException | None:
         """Return the error of the operation, or None."""
-        return self._error
+        return self._end.exception() if self._end.done() else None
 
     def result(self) -> list[torch.Tensor]:
         """Return the tensors of the result, once the operation has ended."""
@@ -102,9 +99,9 @@ class GroupWork(Work):
 
     def source_rank(self) -> int:
         """Return the rank in the group from which the tensor was received."""
-        if self._source is None:
+        if not self.is_success() or (source := self._end.result()) is None:
             raise ValueError(f"{self.title} has received nothing, so it has no source")
-        return self._source
+        return source
 
     _source_rank = source_rank
 
@@ -114,17 +111,13 @@ class GroupWork(Work):
 
         An error in a callback, unlike one that is set, is an error also where C++ code waits for the future.
         """
-        with self._lock:
-            if self._future is None:
-                self._future = torch.futures.Future()
-            future, has_ended = self._future, self._ended.is_set()
-        if has_ended and not future.done():
-            future.set_result(self._results)
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        self._end.add_done_callback(lambda _: future.set_result(self._results))
         return future.then(self._value)
 
     def _value(self, _: object) -> list[torch.Tensor]:
-        if self._error is not None:
-            raise self._error.with_traceback(None)  # torch would write the traceback into its own message
+        if (error := self.exception()) is not None:
+            raise error.with_traceback(None)  # torch would write the traceback into its own message
         return self._results
 
 
@@ -161,7 +154,9 @@ class WorkQueue:
                 self._is_busy = True
             else:
                 self._pending.append(work)
-                self._ensure_thread()
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                    self._thread.start()
                 self._changes.notify_all()
         if runs_here:
             self._run(work)
@@ -179,11 +174,6 @@ class WorkQueue:
         with self._changes:
             self._is_closed = True
             self._changes.notify_all()
-
-    def _ensure_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            self._thread.start()
 
     def _serve(self) -> None:
         while True:
@@ -209,54 +199,74 @@ class WorkQueue:
 _HEADER = np.dtype([("tag", np.int64), ("nbytes", np.int64), ("dtype", "S24")])
 
 
-class Header(NamedTuple):
-    """Facts about a message, which are sent before it."""
-
-    tag: int
-    nbytes: int
-    dtype: str
-
-
 @dataclass(eq=False)
-class Sending:
-    """A message on its way: its transfers, which keep their order."""
+class TensorMessage:
+    """A message that a rank sends, or for which it waits.
 
-    to: int
-    transfers: deque[Transfer]
-    work: GroupWork
-    parts: list[np.ndarray]  # belong to the link until the transfers are done
+    Attributes:
+        data: The memory of the message, flat uint8. It belongs to the link until the work ends.
+        dtype: The dtype of the tensor, which sender and receiver must agree on.
+        other: The other rank; None: the rank that sends first.
+        tag: The number by which messages are matched.
+        work: Ends when the memory may be changed, or when it has the message. If a message of another size or dtype
+            arrives, it ends with a `LayoutMismatchError`.
+        is_sent: Whether this rank sends it.
+        parts: The header and the pieces that are on their way.
+        transfers: Their transfers, which keep their order.
+    """
 
-
-@dataclass(eq=False)
-class Receiving:
-    """A receive that waits for its message; `source` None: from any rank."""
-
-    into: np.ndarray
+    data: np.ndarray
     dtype: str
-    source: int | None
+    other: int | None
     tag: int
     work: GroupWork
+    is_sent: bool
+    parts: Sequence[np.ndarray] = ()
+    transfers: deque[Transfer] = field(default_factory=deque)
 
     def takes(self, source: int, tag: int) -> bool:
         """Return whether a message of `source` with `tag` is meant for this receive."""
-        return self.tag == tag and self.source in (None, source)
+        return self.tag == tag and self.other in (None, source)
 
 
 @dataclass(eq=False)
-class ArrivingMessage:
-    """The next message of one rank: its header, one element of `_HEADER` in bytes, then its pieces."""
+class _IncomingMessage:
+    """The next message of a rank: its header, one element of `_HEADER` in bytes, then its pieces.
 
+    Attributes:
+        source: The rank.
+        header: The memory of the header.
+        transfers: The transfers of the header; later those of the pieces.
+        data: The memory of the pieces; None while the header arrives.
+        receive: The receive to which this memory belongs; None: it is new.
+    """
+
+    source: int
     header: np.ndarray
     transfers: deque[Transfer]
-    is_header: bool = True
-    data: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
-    receive: Receiving | None = None
+    data: np.ndarray | None = None
+    receive: TensorMessage | None = None
 
     @property
-    def told(self) -> Header:
-        """The header, once it has arrived."""
+    def facts(self) -> tuple[int, int, str]:
+        """The tag, the number of bytes and the dtype, once the header has arrived."""
         tag, nbytes, dtype = self.header.view(_HEADER)[0].item()
-        return Header(tag, nbytes, dtype.decode())
+        return tag, nbytes, dtype.decode()
+
+    def deliver(self, receive: TensorMessage) -> None:
+        """Give the message, which has arrived, to a receive."""
+        tag, nbytes, dtype = self.facts
+        if (nbytes, dtype) != (receive.data.size, receive.dtype):
+            receive.work.end(
+                error=LayoutMismatchError(
+                    f"rank {self.source} sent {nbytes} bytes of {dtype} with tag {tag}, but the tensor of recv has "
+                    f"{receive.data.size} bytes of {receive.dtype}; send and receive tensors of equal shape and dtype"
+                )
+            )
+            return
+        if self.data is not None and self.data is not receive.data:
+            np.copyto(receive.data, self.data)
+        receive.work.end(self.source)
 
 
 class Messages:
@@ -273,24 +283,25 @@ class Messages:
         self._link = link
         self._watch = watch
         self._changes = threading.Condition()
-        self._new: list[Receiving | tuple[np.ndarray, str, int, int, GroupWork]] = []
-        self._sending: list[Sending] = []
-        self._receiving: list[Receiving] = []
-        self._arriving: dict[int, ArrivingMessage] = {}
-        self._unasked: list[tuple[int, Header, np.ndarray]] = []
+        self._new: list[TensorMessage] = []
+        self._sending: list[TensorMessage] = []
+        self._receiving: list[TensorMessage] = []
+        self._incoming: dict[int, _IncomingMessage] = {}  # by source
+        self._unasked: list[_IncomingMessage] = []
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def send(self, data: np.ndarray, dtype: str, to: int, tag: int, work: GroupWork) -> None:
-        """Begin to send `data` (flat, uint8) to a rank; `work` ends when the memory may be changed."""
-        self._begin((data, dtype, to, tag, work))
-
-    def receive(self, into: np.ndarray, dtype: str, source: int | None, tag: int, work: GroupWork) -> None:
-        """Begin to receive a message into `into` (flat, uint8), from a rank or from any.
-
-        If the message has another size or dtype, `work` ends with a `LayoutMismatchError`.
-        """
-        self._begin(Receiving(into, dtype, source, tag, work))
+    def begin(self, message: TensorMessage) -> GroupWork:
+        """Begin to send or to receive a message, and return its work."""
+        with self._changes:
+            if self._error is not None:
+                raise self._error
+            self._new.append(message)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="popdist-messages", daemon=True)
+                self._thread.start()
+            self._changes.notify_all()
+        return message.work
 
     def finish(self) -> None:
         """Wait until all messages have been sent, then fail pending receives; the caller closes the link."""
@@ -308,45 +319,29 @@ class Messages:
         if self._thread is not None:
             self._thread.join()
 
-    def _begin(self, request: Receiving | tuple[np.ndarray, str, int, int, GroupWork]) -> None:
-        with self._changes:
-            if self._error is not None:
-                raise self._error
-            self._new.append(request)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="popdist-messages", daemon=True)
-                self._thread.start()
-            self._changes.notify_all()
-
     # ---- the thread
 
     def _serve(self) -> None:
         try:
             while True:
                 with self._changes:
-                    self._changes.wait_for(lambda: self._new or self._is_pending() or self._error)
+                    self._changes.wait_for(lambda: self._new or self._missing() or self._error)
                     if self._error is not None:
                         raise self._error
                 self._watch.wait(self._advance, self._missing)
         except BaseException as error:  # raised where the program waits for its works
             self._fail(self._error or error)
 
-    def _is_pending(self) -> bool:
-        return bool(self._sending or self._awaited())
-
     def _missing(self) -> list[int]:
         """Return the ranks for which this rank waits."""
-        return sorted({each.to for each in self._sending} | self._awaited())
-
-    def _others(self) -> Iterator[int]:
-        return (rank for rank in range(self._link.size) if rank != self._link.rank)
+        return sorted({each.other for each in self._sending if each.other is not None} | self._awaited())
 
     def _advance(self) -> bool:
         """Move what can move; return whether something has ended or begun."""
         with self._changes:
             new, self._new = self._new, []
-            for request in new:
-                self._start(request)
+            for message in new:
+                self._start(message)
             self._changes.notify_all()
         if sent := [each for each in self._sending if _all_done(each.transfers)]:
             for each in sent:
@@ -357,97 +352,78 @@ class Messages:
         moved = [self._hear(source) for source in self._awaited()]
         return bool(new or sent or any(moved))
 
-    def _start(self, request: Receiving | tuple[np.ndarray, str, int, int, GroupWork]) -> None:
-        if isinstance(request, Receiving):
-            if not self._take_unasked(request):
-                self._receiving.append(request)
+    def _start(self, message: TensorMessage) -> None:
+        if message.other is None or not message.is_sent:
+            if not self._take_unasked(message):
+                self._receiving.append(message)
             return
-        data, dtype, to, tag, work = request
-        header = np.array([(tag, data.size, dtype)], _HEADER).view(np.uint8)
-        parts = [header, *self._pieces(data)]
-        transfers = deque(self._link.send(part, to, EXCHANGE) for part in parts)
-        self._sending.append(Sending(to, transfers, work, parts))
+        header = np.array([(message.tag, message.data.size, message.dtype)], _HEADER).view(np.uint8)
+        message.parts = [header, *self._pieces(message.data)]
+        message.transfers = deque(self._link.send(part, message.other, EXCHANGE) for part in message.parts)
+        self._sending.append(message)
 
     def _pieces(self, data: np.ndarray) -> list[np.ndarray]:
         most = self._link.sizes.longest_message_bytes
         return [data[start : start + most] for start in range(0, data.size, most)]
 
-    def _take_unasked(self, request: Receiving) -> bool:
-        for place, (source, header, data) in enumerate(self._unasked):
-            if request.takes(source, header.tag):
-                del self._unasked[place]
-                _deliver(request, source, header, data)
-                return True
-        return False
+    def _take_unasked(self, receive: TensorMessage) -> bool:
+        arrived = next((one for one in self._unasked if receive.takes(one.source, one.facts[0])), None)
+        if arrived is None:
+            return False
+        self._unasked.remove(arrived)
+        arrived.deliver(receive)
+        return True
 
     def _awaited(self) -> set[int]:
         """Return the ranks from which a message is awaited, or has begun to arrive."""
-        found = {source for source, arriving in self._arriving.items() if not arriving.is_header}
+        found = {source for source, incoming in self._incoming.items() if incoming.data is not None}
         for each in self._receiving:
-            found |= {each.source} if each.source is not None else set(self._others())
+            found |= set(range(self._link.size)) - {self._link.rank} if each.other is None else {each.other}
         return found
 
     def _hear(self, source: int) -> bool:
         """Move the next message of a rank forward; return whether it has arrived."""
-        arriving = self._arriving.get(source)
-        if arriving is None:
+        incoming = self._incoming.get(source)
+        if incoming is None:
             header = np.empty(_HEADER.itemsize, np.uint8)
             transfer = self._link.receive(header, source, EXCHANGE)
-            arriving = self._arriving[source] = ArrivingMessage(header, deque([transfer]))
-        if not _all_done(arriving.transfers):
+            incoming = self._incoming[source] = _IncomingMessage(source, header, deque([transfer]))
+        if _all_done(incoming.transfers) and incoming.data is None:
+            self._expect_data(incoming)
+        if not _all_done(incoming.transfers):
             return False
-        if arriving.is_header:
-            self._expect_data(source, arriving)
-            if not _all_done(arriving.transfers):
-                return False
-        del self._arriving[source]
-        if arriving.receive is None:
-            self._unasked.append((source, arriving.told, arriving.data))
+        del self._incoming[source]
+        if incoming.receive is None:
+            self._unasked.append(incoming)
             self._receiving = [each for each in self._receiving if not self._take_unasked(each)]
         else:
-            _deliver(arriving.receive, source, arriving.told, arriving.data)
+            incoming.deliver(incoming.receive)
         return True
 
-    def _expect_data(self, source: int, arriving: ArrivingMessage) -> None:
+    def _expect_data(self, incoming: _IncomingMessage) -> None:
         """Let the data arrive in the memory of the receive that takes them, or in new memory."""
-        arriving.is_header = False
-        told = arriving.told
-        found = next((each for each in self._receiving if each.takes(source, told.tag)), None)
-        if found is not None and (found.into.size, found.dtype) == (told.nbytes, told.dtype):
+        tag, nbytes, dtype = incoming.facts
+        found = next((each for each in self._receiving if each.takes(incoming.source, tag)), None)
+        if found is not None and (found.data.size, found.dtype) == (nbytes, dtype):
             self._receiving.remove(found)
-            arriving.receive, arriving.data = found, found.into
+            incoming.receive, incoming.data = found, found.data
         else:
-            arriving.data = np.empty(told.nbytes, np.uint8)
-        pieces = self._pieces(arriving.data)
-        arriving.transfers = deque(self._link.receive(piece, source, EXCHANGE) for piece in pieces)
+            incoming.data = np.empty(nbytes, np.uint8)
+        pieces = self._pieces(incoming.data)
+        incoming.transfers = deque(self._link.receive(piece, incoming.source, EXCHANGE) for piece in pieces)
 
     def _fail(self, error: BaseException) -> None:
         with self._changes:
             self._error = error
             self._changes.notify_all()
-            new, self._new = self._new, []
-        works = [each.work if isinstance(each, Receiving) else each[-1] for each in new]
-        works += [each.work for each in self._sending] + [each.work for each in self._receiving]
-        works += [each.receive.work for each in self._arriving.values() if each.receive is not None]
-        for work in works:
-            work.end(error=error)
+            pending = [*self._new, *self._sending, *self._receiving]
+            self._new = []
+        pending += [each.receive for each in self._incoming.values() if each.receive is not None]
+        for each in pending:
+            each.work.end(error=error)
 
 
 def _all_done(transfers: deque[Transfer]) -> bool:
     while transfers and transfers[0].done():
         transfers.popleft()
     return not transfers
-
-
-def _deliver(receive: Receiving, source: int, header: Header, data: np.ndarray) -> None:
-    if (data.size, header.dtype) != (receive.into.size, receive.dtype):
-        receive.work.end(
-            error=LayoutMismatchError(
-                f"rank {source} sent {data.size} bytes of {header.dtype} with tag {header.tag}, but the tensor of recv "
-                f"has {receive.into.size} bytes of {receive.dtype}; send and receive tensors of equal shape and dtype"
-            )
-        )
-        return
-    if data is not receive.into:
-        np.copyto(receive.into, data)
-    receive.work.end(source)

@@ -9,18 +9,25 @@ import torch
 
 from collectives import Communicator
 from collectives.tree import TreeNode
-from strategies.core.gathering import gather_arrays
+from strategies.core.agreement import gather_arrays
 from strategies.errors import StrategyError
 from strategies.exchange.flat import FlatLayout, private_memory
 from strategies.exchange.means import Bucket, Means
 from strategies.jax.replicas.replicas import Replicas
-from strategies.torch.device import HOST, ReplicaMemory
-from strategies.torch.exchange.arithmetic import TorchArithmetic
 from strategies.torch.exchange.plan import Fact
 from strategies.torch.options import FIRST, MEAN, PER_REPLICA, Aggregation
 from strategies.torch.replicas.module_parts import Slot, slots_of
 from strategies.torch.replicas.sync_batch_norm import sync_layers_of
-from strategies.torch.tensors import as_array, as_tensor, dtype_of, have_other_bits, have_same_bits
+from strategies.torch.tensors import (
+    HOST,
+    ReplicaMemory,
+    TorchArithmetic,
+    as_array,
+    as_tensor,
+    dtype_of,
+    have_other_bits,
+    have_same_bits,
+)
 from strategies.trees import ShapeOfArray
 
 _MOST_AXES = 65  # the number of axes, and the lengths of at most 64, PyTorch's limit
@@ -43,7 +50,7 @@ class ModelBuffers:
         slots: The places of the buffers and frozen parameters.
         declared: The ways of agreement given by name, by the names of buffers and frozen parameters.
         moving: The numbers of the slots that a step has changed, from the first change on.
-        words: For each slot, the way of agreement.
+        reductions: For each slot, the way of agreement.
         own: The values of slots that each replica keeps for itself, by number; the first axis is that of all replicas.
 
     Raises:
@@ -78,10 +85,14 @@ class ModelBuffers:
         moving = {before[number] for number in self.moving}
         self.slots = slots
         alike = {id(layer._buffers) for layer in sync_layers_of(self._module).values()}  # equal on all replicas
-        self.words = [_word(slot, self._aggregation, id(slot.holder) in alike) for slot in slots]
+        self.reductions = [_reduction(slot, self._aggregation, id(slot.holder) in alike) for slot in slots]
         self.moving = frozenset(number for number, name in enumerate(names) if name in moving)
-        places = enumerate(zip(slots, self.words, strict=True))
-        each = [n for n, (slot, word) in places if word == PER_REPLICA and (self.declared or not slot.is_parameter)]
+        places = enumerate(zip(slots, self.reductions, strict=True))
+        each = [
+            n
+            for n, (slot, reduction) in places
+            if reduction == PER_REPLICA and (self.declared or not slot.is_parameter)
+        ]
         self.own = {number: self._of_all(slots[number].tensor, own.get(names[number])) for number in each}
 
     def _of_all(self, tensor: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
@@ -133,16 +144,16 @@ class ModelBuffers:
         if not changed:
             return {}
         for number in np.flatnonzero(shares > 1).tolist():
-            self.refuse_other_shapes(number, of_replicas, replicas)
-        each = [number for number in changed if self.words[number] == PER_REPLICA]
-        means = [number for number in changed if self.words[number] == MEAN]
-        firsts = [number for number in changed if self.words[number] == FIRST]
-        self.refuse_unnamed(each)
+            self.check_same_shapes(number, of_replicas, replicas)
+        each = [number for number in changed if self.reductions[number] == PER_REPLICA]
+        means = [number for number in changed if self.reductions[number] == MEAN]
+        firsts = [number for number in changed if self.reductions[number] == FIRST]
+        self.check_declared_by_name(each)
         found = self._means(means, of_replicas, replicas) if means else {}
         found |= self._firsts(firsts, of_replicas[0], replicas.communicator) if firsts else {}
         return found | (self._of_each(each, of_replicas, replicas) if each else {})
 
-    def refuse_unnamed(self, numbers: Sequence[int]) -> None:
+    def check_declared_by_name(self, numbers: Sequence[int]) -> None:
         """Raise if forward passes write a frozen parameter of each replica that was not declared by name."""
         if unnamed := [self.slots[number].name for number in numbers if number not in self.own]:
             raise StrategyError(
@@ -150,7 +161,7 @@ class ModelBuffers:
                 f"must be named: model_state_aggregation={ {unnamed[0]: PER_REPLICA} }"
             )
 
-    def refuse_other_shapes(self, number: int, of_replicas: Sequence[Sequence[Slot]], replicas: Replicas) -> None:
+    def check_same_shapes(self, number: int, of_replicas: Sequence[Sequence[Slot]], replicas: Replicas) -> None:
         """Raise unless all replicas have the same shape of a buffer that has grown. Collective."""
         name = self.slots[number].name
         if number in self.own:
@@ -209,7 +220,7 @@ class ModelBuffers:
             for view, number in zip(bucket.layout.views(flat), numbers, strict=True):
                 as_tensor(view).copy_(slots[number].tensor.detach())
             contributions.append(flat)
-        means = Means(replicas.communicator, replicas.num_replicas_in_sync, None)
+        means = Means(replicas.communicator)
         means.reduce(bucket, list(zip(*contributions, strict=True)))
         views = bucket.layout.views(bucket.results)
         return {number: as_tensor(view) for number, view in zip(numbers, views, strict=True)}
@@ -234,16 +245,16 @@ def _places_of(slots: Sequence[Slot]) -> list[tuple[str, int]]:
     return [(slot.name, id(slot.holder)) for slot in slots]
 
 
-def _word(slot: Slot, aggregation: Aggregation, is_alike: bool) -> str:
-    word = aggregation if isinstance(aggregation, str) else (aggregation or {}).get(slot.name)
+def _reduction(slot: Slot, aggregation: Aggregation, is_alike: bool) -> str:
+    reduction = aggregation if isinstance(aggregation, str) else (aggregation or {}).get(slot.name)
     is_float = slot.tensor.is_floating_point()
-    if word == MEAN and not is_float:
+    if reduction == MEAN and not is_float:
         if isinstance(aggregation, str):
             return FIRST
         raise ValueError(f"{slot.name} is {slot.tensor.dtype}, which has no mean; use 'first' for it")
-    if word is None and (is_alike or slot.tensor.is_complex()):
+    if reduction is None and (is_alike or slot.tensor.is_complex()):
         return FIRST
-    return word or (MEAN if is_float else FIRST)
+    return reduction or (MEAN if is_float else FIRST)
 
 
 class BuffersHere:
@@ -278,13 +289,13 @@ class BuffersHere:
         unsure = {number: column for number, column in enumerate(columns) if number not in sure and any_unknown(column)}
         for number in sure:
             if any(_is_sure(one) and one > 1 for one in columns[number]):
-                self._buffers.refuse_other_shapes(number, slots, self._replicas)
-        words = self._buffers.words
-        self._buffers.refuse_unnamed([number for number in sure if words[number] == PER_REPLICA])
+                self._buffers.check_same_shapes(number, slots, self._replicas)
+        reductions = self._buffers.reductions
+        self._buffers.check_declared_by_name([number for number in sure if reductions[number] == PER_REPLICA])
         values = {
-            number: self._value(words[number], [of_replica[number].tensor.detach() for of_replica in slots])
+            number: self._value(reductions[number], [of_replica[number].tensor.detach() for of_replica in slots])
             for number in (*sure, *unsure)
-            if number in sure or words[number] != PER_REPLICA or number in self._buffers.own
+            if number in sure or reductions[number] != PER_REPLICA or number in self._buffers.own
         }
         for number in unsure.keys() & values.keys():
             values[number] = self._kept(number, values[number], unsure[number])
@@ -298,11 +309,11 @@ class BuffersHere:
         known = iter(self._memory.read(torch.stack(unknown)).tolist())
         return [[float(next(known)) if isinstance(one, torch.Tensor) else one for one in column] for column in columns]
 
-    def _value(self, word: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _value(self, reduction: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the value on which replicas agree, if any of them has changed the buffer."""
-        if word == PER_REPLICA:
+        if reduction == PER_REPLICA:
             return torch.stack(list(values))
-        if word == FIRST or len(values) == 1:
+        if reduction == FIRST or len(values) == 1:
             return values[0]
         flat = [value.reshape(-1).clone() for value in values]
         mean = TorchArithmetic().mean(self._nodes, flat, dtype_of(values[0]), len(values))

@@ -18,18 +18,15 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from strategies.core.agreement import broadcast_text
-from strategies.core.digest import Digest
-from strategies.core.members import Members
+from strategies.core.agreement import Digest, Members, broadcast_text
 from strategies.errors import StrategyError
-from strategies.jax.comparing.digest import digest_of
+from strategies.jax.comparing.agreement import digest_of
 from strategies.torch.replicas.module_parts import Slot, differs, is_compiled
-from strategies.torch.tensors import as_array, bits_of
-from strategies.torch.threads import ThreadValue
+from strategies.torch.tensors import ThreadValue, as_array, bits_of
 
 
 @dataclass(frozen=True)
-class _Left:
+class _StrayGradient:
     """A gradient that replicas have left.
 
     Attributes:
@@ -43,7 +40,7 @@ class _Left:
     name: str
 
 
-class LeftGradients:
+class StrayGradients:
     """The gradients that backward passes of replicas leave in parameters outside of the trainer's module.
 
     Nothing adds those of other instances. An optimizer that steps with one of them is refused. A gradient that the
@@ -52,7 +49,7 @@ class LeftGradients:
 
     def __init__(self) -> None:
         self._before: list[tuple[torch.Tensor, str, torch.Tensor | None, int]] = []
-        self._left: dict[int, _Left] = {}
+        self._left: dict[int, _StrayGradient] = {}
         self._is_watching = False
 
     def begin(self, parameters: Iterable[tuple[torch.Tensor, str]], more: bool = False) -> None:
@@ -65,12 +62,14 @@ class LeftGradients:
         for parameter, name, gradient, version in self._before:
             now = parameter.grad
             if now is not None and (now is not gradient or _version_of(now) != version):
-                self._left[id(parameter)] = _Left(weakref.ref(now), now._version, name)
+                self._left[id(parameter)] = _StrayGradient(weakref.ref(now), now._version, name)
         self._before = []
         if self._left and not self._is_watching:
             self._is_watching = True
             left = self._left
-            handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _refuse_left(optimizer, left))
+            handle = register_optimizer_step_pre_hook(
+                lambda optimizer, args, kwargs: _check_no_stray_gradients(optimizer, left)
+            )
             weakref.finalize(self, handle.remove)
 
 
@@ -78,7 +77,7 @@ def _version_of(gradient: torch.Tensor | None) -> int:
     return 0 if gradient is None else gradient._version
 
 
-def _refuse_left(optimizer: torch.optim.Optimizer, left: dict[int, _Left]) -> None:
+def _check_no_stray_gradients(optimizer: torch.optim.Optimizer, left: dict[int, _StrayGradient]) -> None:
     """Raise if an optimizer is about to use a gradient that replicas have left."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -145,7 +144,7 @@ class RepetitionGuard:
         self._kept: list[tuple[str, Digest | None]] = []
         self._turn = 0
         self._outside: dict[int, tuple[torch.nn.Module, Mapping[str, _Mark], set[int]]] = {}
-        self._left = LeftGradients()
+        self._left = StrayGradients()
         self._strangers: list[tuple[torch.Tensor, str]] = []  # parameters of networks outside of the module
 
     # ---- networks outside of the module
@@ -183,7 +182,7 @@ class RepetitionGuard:
     def of_turn(self) -> Iterator[None]:
         """Watch the networks that this thread calls in one turn."""
         self._turn += 1
-        with _guard.being(self):
+        with _guard.using(self):
             yield
 
     def called(self, network: torch.nn.Module) -> None:
@@ -249,13 +248,18 @@ class RepetitionGuard:
         self.found = self.found or text
 
 
+def is_due(number: int) -> bool:
+    """Return whether costly comparisons are due in a step, given its number: in steps 1, 2, 4, 8 and so on."""
+    return not number & (number - 1)
+
+
 def repeats_bits(device: torch.device) -> bool:
     """Return whether a repeated computation has the same bits on a device."""
-    return device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+    return bool(device.type == "cpu" or torch.are_deterministic_algorithms_enabled())
 
 
-def refuse_difference(members: Members, found: str, step: int) -> None:
-    """Raise on all instances what the guard of one of them has found. Collective.
+def check_repetition(members: Members, found: str, step: int) -> None:
+    """Raise on all instances if a repeated turn has differed on one of them. Collective.
 
     Raises:
         StrategyError: If one has found something.
@@ -345,7 +349,7 @@ class WriteMarks:
         compares_bits: Whether to compare bits.
     """
 
-    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], compares_bits: bool) -> None:
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], compares_bits: bool = False) -> None:
         self._named, self._compares_bits = named, compares_bits
         self._before = self._marks()
         self._bits = digests_of([one for _, one in named]) if compares_bits else []
@@ -367,17 +371,17 @@ class WriteMarks:
         pairs = zip(self._named, now, before, strict=True)
         return {name for (name, _), one, other in pairs if one != other}
 
-    def refuse(self) -> None:
+    def check(self) -> None:
         """Raise if a parameter was written since.
 
         Raises:
             StrategyError: If one was.
         """
         if written := self.counted() or self.by_bits():
-            refuse_write(*next(pair for pair in self._named if pair[0] in written))
+            raise_written(*next(pair for pair in self._named if pair[0] in written))
 
 
-def refuse_write(name: str, parameter: torch.Tensor) -> NoReturn:
+def raise_written(name: str, parameter: torch.Tensor) -> NoReturn:
     """Raise because replicas have written a parameter that they share."""
     if parameter.requires_grad:
         raise StrategyError(

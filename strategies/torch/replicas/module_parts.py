@@ -10,7 +10,7 @@ import torch
 from torch._C._dynamo import eval_frame
 
 from strategies.errors import StrategyError
-from strategies.torch.replicas.groups import groups_of
+from strategies.torch.replicas.gradient_map import groups_of
 from strategies.torch.tensors import have_other_bits, have_same_bits
 
 _WRAPPED, _IN_PLACE = "dynamo_ctx", "_compiled_call_impl"
@@ -78,7 +78,7 @@ def differs(tensor: torch.Tensor, master: torch.Tensor) -> bool:
     Raises:
         StrategyError: If the dtypes differ.
     """
-    _refuse_other_dtype(tensor, master)
+    _check_buffer_dtype(tensor, master)
     return not have_same_bits(tensor, master)
 
 
@@ -90,11 +90,11 @@ def difference(tensor: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
     Raises:
         StrategyError: If the dtypes differ.
     """
-    _refuse_other_dtype(tensor, master)
+    _check_buffer_dtype(tensor, master)
     return have_other_bits(tensor.detach(), master.detach())
 
 
-def _refuse_other_dtype(tensor: torch.Tensor, master: torch.Tensor) -> None:
+def _check_buffer_dtype(tensor: torch.Tensor, master: torch.Tensor) -> None:
     if tensor.dtype != master.dtype:
         raise StrategyError(
             f"a buffer has become {tensor.dtype}{list(tensor.shape)}, but was {master.dtype}{list(master.shape)}; "
@@ -192,7 +192,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return any(one is not None for one in forms)
 
 
-def refuse_to_be_compiled() -> None:
+def check_not_compiled() -> None:
     """Raise if torch.compile runs this function: it would compile the exchange of gradients as well."""
     if callable(eval_frame.get_eval_frame_callback()):
         raise StrategyError(

@@ -12,18 +12,22 @@ from torch.jit import optimized_execution
 
 from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.errors import StrategyError
-from strategies.outcome import Outcome
-from strategies.torch.device import ReplicaMemory
-from strategies.torch.exchange.arithmetic import divide
-from strategies.torch.exchange.determinism import way_out_of_refusals
+from strategies.torch.data import parts_of
 from strategies.torch.exchange.plan import Fact
-from strategies.torch.options import TorchOptions
-from strategies.torch.outcomes import WEIGHT, outcome_of, refuse_losses, refuse_where_replicas_meet, weighted_loss
-from strategies.torch.pipelines.run import PipelineRun, Walk
-from strategies.torch.replicas.generators import seed_generators, seed_of
-from strategies.torch.replicas.sync_batch_norm import Seat
-from strategies.torch.tensors import kept_apart, parts_of
+from strategies.torch.options import (
+    WEIGHT,
+    TorchOptions,
+    check_loss,
+    check_weight_with_sync_layers,
+    outcome_of,
+    weighted_loss,
+)
+from strategies.torch.pipelines.run import PipelineRun, StageCursor, drawing
+from strategies.torch.replicas.generators import seed_of
+from strategies.torch.replicas.sync_batch_norm import SyncContext
+from strategies.torch.tensors import ReplicaMemory, divide, kept_apart, way_out_of_refusals
 from strategies.typing import Batch, Number, Tree
+from strategies.values import Outcome
 
 LossFunction = Callable[[torch.nn.Module, Batch], Tree]
 """(module, batch) -> loss, or (loss, dictionary of metrics), or (loss, metrics, outputs), or `Outcome`, for one replica
@@ -79,7 +83,7 @@ class ReplicaPasses:
 
     def run(
         self,
-        seat: Seat,
+        sync_context: SyncContext,
         batch: Batch,
         step: int,
         scale: float,
@@ -90,7 +94,7 @@ class ReplicaPasses:
         """Run the passes of a replica. Gradients are added to those of its parameters.
 
         Args:
-            seat: The replica.
+            sync_context: The replica.
             batch: Its batch.
             step: The number of the step.
             scale: The loss scale of the backward pass.
@@ -105,26 +109,27 @@ class ReplicaPasses:
         parts = [batch] if count == 1 else parts_of(batch, count)
         found: list[tuple[tuple[str, ...], Sequence[Fact], torch.Tensor, float | None, Tree] | None] = [None] * count
 
-        def work(number: int, walk: Walk | None) -> None:
-            seed = seed_of(self._options.seed, seat.replica, step, number)
-            with self._drawing(seed, walk), seat.computing(number), optimized_execution(False):  # see torch_modules.md
+        def work(number: int, cursor: StageCursor | None) -> None:
+            seed = seed_of(self._options.seed, sync_context.replica, step, number)
+            draws = drawing(seed, self._memory.device, cursor)
+            with draws, sync_context.entered(number), optimized_execution(False):  # see torch_modules.md
                 with self._autocast():
                     outcome = outcome_of(lambda: self._loss_fn(self._module, self._memory.put(parts[number])))
                 loss, weight = outcome.loss, outcome.weight
-                refuse_losses(loss)
+                check_loss(loss)
                 outputs = None if outcome.outputs is None else kept_apart(outcome.outputs, self._module.buffers())
                 values, names = self._values_of(outcome), ("loss", *outcome.metrics)
                 found[number] = names, values, loss.detach(), weight, outputs
                 del outcome  # the history of metrics
                 loss = self._for_backward(loss, number, scale, weight, pairs, maps)
-                if walk is not None:
-                    walk.turn_round(loss, walk.last_stage)
+                if cursor is not None:
+                    cursor.begin_backward(loss, cursor.last_stage)
                 if ends is not None and number == count - 1:
                     ends()
-                if walk is None:
+                if cursor is None:
                     loss.backward()
                 else:
-                    walk.back(loss)
+                    cursor.back(loss)
 
         with ExitStack() as maps, way_out_of_refusals():
             if self._map is not None:
@@ -135,7 +140,7 @@ class ReplicaPasses:
             else:
                 if self._has_weights:  # later, other micro-batches would run through the hooked nodes
                     maps.enter_context(self._zeros.attached(pairs))
-                pipeline.each(work, seat.replica)
+                pipeline.each(work, sync_context.replica)
         names, values, losses, weights, outputs = zip(*(one for one in found if one is not None), strict=True)
         weight, total = _mean_of(weights), list(values[0])
         for more in values[1:]:
@@ -147,12 +152,6 @@ class ReplicaPasses:
             weight,
             outputs,
         )
-
-    def _drawing(self, seed: int, walk: Walk | None) -> AbstractContextManager[object]:
-        """Let a micro-batch draw its random numbers; in a pipeline from a generator of its thread."""
-        if walk is None or not walk.is_at_once:
-            seed_generators(seed, self._memory.device)
-        return nullcontext() if walk is None else walk.drawing(seed)
 
     def _autocast(self) -> AbstractContextManager[object]:
         dtype = self._options.autocast_dtype
@@ -218,7 +217,7 @@ class ReplicaPasses:
                 finite.
         """
         if self._meets:
-            refuse_where_replicas_meet(loss, weight, self._map is not None)
+            check_weight_with_sync_layers(loss, weight, self._map is not None)
             return
         self._has_weights = True
         if not self._zeros.is_attached and (weight == 0 or self._options.pipeline is not None):
@@ -245,8 +244,7 @@ def _mean_of(weights: Sequence[float | None]) -> float | None:
         return None
     if len(given) < len(weights):
         raise StrategyError(
-            "the loss of some micro-batches has a weight, and that of others has none; give all of them weights, 1.0 "
-            "for example"
+            "the loss of some micro-batches has a weight, and that of others has none; give all of them weights"
         )
     return float(np.float32(sum(given) / len(given)))
 
@@ -257,6 +255,5 @@ def _number(name: str, value: Number) -> float:
     except (TypeError, ValueError, RuntimeError) as error:
         what = f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise TypeError(
-            f"the metric {name!r} is {what}; metrics are scalars: return values of each row as outputs, "
-            "(loss, metrics, outputs)"
+            f"the metric {name!r} is {what}; metrics are scalars: return (loss, metrics, outputs) with values of rows"
         ) from error

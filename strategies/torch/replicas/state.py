@@ -2,34 +2,313 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import final
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from operator import is_
+from typing import NoReturn, final
 
+import numpy as np
 import torch
 
-from strategies.torch.replicas.attributes import Attributes, AttributeView
+from strategies.errors import StrategyError
 from strategies.torch.replicas.buffers import ModelBuffers
+from strategies.torch.replicas.guard import WriteMarks
 from strategies.torch.replicas.module_parts import Slot, difference, differs
+from strategies.typing import Tree
+
+_MISSING = object()
+_OF_PYTORCH = frozenset(vars(torch.nn.Module())) - {"training"}
+"""Attributes that hold parameters, buffers, submodules and hooks."""
+_CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict, Counter))
+_MOST_ELEMENTS = 1000
+"""Containers with more elements belong to the instance, not to a replica."""
+
+
+@final
+class ReplicaNumbers:
+    """The numbers that an attribute has in the replicas of an instance, where no replica runs.
+
+    Calculations raise, and so does pickling: a checkpoint would have numbers that nobody can load.
+
+    Args:
+        name: The names of the module and the attribute.
+        of: The number of each replica, by its global index.
+    """
+
+    def __init__(self, name: str, of: Mapping[int, Tree]) -> None:
+        self._name, self._of = name, {replica: _float_of(one) for replica, one in of.items()}
+
+    def _raise_no_value(self, *others: object) -> NoReturn:
+        numbers = ", ".join(f"{one:g} in replica {replica}" for replica, one in self._of.items())
+        raise StrategyError(
+            f"{self._name} was assigned in a step and is {numbers}, so outside of steps it has no value; return it as "
+            "a metric (log it in the step with self.log, in Lightning), or start one instance per replica"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = (
+        _raise_no_value
+    )
+    __neg__ = __abs__ = __float__ = __int__ = __index__ = __bool__ = __round__ = __format__ = _raise_no_value
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __reduce__ = item = detach = cpu = _raise_no_value
+    __hash__ = object.__hash__
+
+    def __deepcopy__(self, known: object) -> ReplicaNumbers:
+        """Return the object itself: callbacks copy modules."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class _Contents:
+    """The elements of a list, dictionary, set or deque at one time."""
+
+    holder: Tree
+    elements: Tree
+
+    def put(self) -> None:
+        if isinstance(self.holder, list):
+            self.holder[:] = self.elements
+        else:
+            self.holder.clear()
+            (self.holder.extend if isinstance(self.holder, deque) else self.holder.update)(self.elements)
+
+    @property
+    def are_there(self) -> bool:
+        """Whether the container has the same elements now."""
+        now, then = self.holder, self.elements
+        if len(now) != len(then):
+            return False
+        if isinstance(now, dict):
+            return all(map(is_, now, then)) and all(map(is_, now.values(), then.values()))
+        return now == then if isinstance(now, set) else all(map(is_, now, then))
+
+
+@dataclass
+class _Assigned:
+    """The values of one attribute.
+
+    Attributes:
+        first: The value with which each replica begins; `_MISSING` if there was none.
+        left: The value when the last replica ended.
+        of: The values of the replicas.
+    """
+
+    first: Tree
+    left: Tree
+    of: dict[int, Tree] = field(default_factory=dict)
+
+    def of_replica(self, replica: int) -> Tree:
+        """Return the value with which a replica begins a step; one that came later begins as another one does."""
+        return self.of.get(replica, next(iter(self.of.values()), self.first))
+
+
+@dataclass(frozen=True)
+class AttributeView:
+    """The attributes of a module at one time.
+
+    Attributes:
+        attributes: The attributes of each submodule.
+        contents: The elements of lists, dictionaries and other containers, by the module's number and the name.
+        assigned: The values of the replicas.
+    """
+
+    attributes: Sequence[dict[str, Tree]]
+    contents: Mapping[tuple[int, str], _Contents]
+    assigned: Mapping[tuple[int, str], _Assigned]
+
+
+@final
+class Attributes:
+    """The attributes of a module and its submodules that steps assign, for each local replica.
+
+        self.count += 1  # in forward: the number of this replica's passes
+
+    Between steps, attributes have the values of the last local replica. Numbers of the module itself that differ
+    between local replicas are `ReplicaNumbers` then. A value that the program assigns holds for all replicas. Lists,
+    dictionaries, sets and deques count by their elements. Other objects that a step changes in place belong to the
+    instance, and those of TorchScript to the module.
+
+    Args:
+        module: The module.
+        left_out: Attributes of a library, which the program does not assign.
+        apart: Submodules of these classes are left alone.
+
+    Attributes:
+        of_steps: The attributes that steps have assigned: for each the id of its module's dictionary, and the name.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        left_out: Collection[str] = (),
+        apart: tuple[type[torch.nn.Module], ...] = (),
+    ) -> None:
+        self._name = type(module).__name__
+        self._others = _OF_PYTORCH | frozenset(left_out)
+        apart = *apart, torch.jit.ScriptModule
+        self._module, self._apart = module, apart
+        self._attributes: list[dict[str, Tree]] = []
+        self.of_steps: set[tuple[int, str]] = set()
+        self._assigned: dict[tuple[int, str], _Assigned] = {}  # by the module's number and the attribute's name
+        self.follow()
+
+    def follow(self) -> None:
+        """Find the submodules that the module has now. Those that it had before keep the values of replicas."""
+        before = self._attributes
+        self._attributes = [vars(one) for one in self._module.modules() if not isinstance(one, self._apart)]
+        places = {id(one): number for number, one in enumerate(self._attributes)}
+        self._assigned = {
+            (places[id(before[number])], name): values
+            for (number, name), values in self._assigned.items()
+            if id(before[number]) in places
+        }
+
+    # ---- all at once
+
+    def view(self) -> AttributeView:
+        """Return the present attributes of the module, and those of all replicas."""
+        assigned = {key: replace(one, of=dict(one.of)) for key, one in self._assigned.items()}
+        return AttributeView([dict(one) for one in self._attributes], dict(self._contents()), assigned)
+
+    def put(self, view: AttributeView, *, of_all: bool = True) -> None:
+        """Give the module the attributes that it had, and if `of_all`, all replicas too."""
+        for attributes, before in zip(self._attributes, view.attributes, strict=True):
+            if not _are_same(attributes, before):
+                for name in attributes.keys() - before.keys() - self._others:
+                    del attributes[name]
+                attributes.update({name: one for name, one in before.items() if name not in self._others})
+        for contents in view.contents.values():
+            if not contents.are_there:
+                contents.put()
+        if of_all:
+            self._assigned = {key: replace(one, of=dict(one.of)) for key, one in view.assigned.items()}
+
+    def note(self, before: AttributeView) -> None:
+        """Note what steps have assigned since a view."""
+        for attributes, then in zip(self._attributes, before.attributes, strict=True):
+            if not _are_same(attributes, then):
+                names = attributes.keys() | then.keys()
+                changed = [one for one in names if attributes.get(one, _MISSING) is not then.get(one, _MISSING)]
+                self.of_steps |= {(id(attributes), name) for name in changed}
+
+    def undo(self, before: AttributeView, after: AttributeView) -> None:
+        """Take back what replicas have assigned between two views, except where the program has assigned since."""
+        for number, (attributes, then, left) in enumerate(
+            zip(self._attributes, before.attributes, after.attributes, strict=True)
+        ):
+            for name in (then.keys() | left.keys()) - self._others:
+                if attributes.get(name, _MISSING) is left.get(name, _MISSING):
+                    _put(attributes, name, then.get(name, _MISSING))
+                    contents, own = before.contents.get((number, name)), after.contents.get((number, name))
+                    if contents is not None and own is not None and own.are_there:
+                        contents.put()
+        self._assigned = {key: replace(one, of=dict(one.of)) for key, one in before.assigned.items()}
+
+    def _contents(self) -> Iterator[tuple[tuple[int, str], _Contents]]:
+        for number, attributes in enumerate(self._attributes):
+            for name, value in attributes.items():
+                if type(value) in _CONTAINERS and name not in self._others and len(value) <= _MOST_ELEMENTS:
+                    yield (number, name), _Contents(value, value.copy())
+
+    # ---- for one replica
+
+    def begin(self, replicas: Iterable[int]) -> None:
+        """Begin a step of these local replicas. Those that came from a lost instance begin as another one does.
+
+        A value that the program has assigned since the last step holds for all replicas.
+        """
+        local = list(replicas)
+        for (number, name), values in list(self._assigned.items()):
+            left, now = values.left, self._attributes[number].get(name, _MISSING)
+            if now is left.holder and left.are_there if isinstance(left, _Contents) else now is left:
+                values.of = {replica: values.of_replica(replica) for replica in local}
+            else:
+                del self._assigned[number, name]
+
+    @contextmanager
+    def of(self, replica: int) -> Iterator[None]:
+        """Give attributes the values of a replica, and keep those that it assigns."""
+        for (number, name), values in self._assigned.items():
+            _put(self._attributes[number], name, values.of.get(replica, values.first))
+        before, contents = [dict(one) for one in self._attributes], dict(self._contents())
+        try:
+            yield
+        finally:
+            self._end(replica, before, contents)
+
+    def _end(
+        self,
+        replica: int,
+        before: Sequence[Mapping[str, Tree]],
+        contents: Mapping[tuple[int, str], _Contents],
+    ) -> None:
+        for number, (attributes, earlier) in enumerate(zip(self._attributes, before, strict=True)):
+            if _are_same(attributes, earlier):
+                continue
+            for name in (earlier.keys() | attributes.keys()) - self._others:
+                first, now = earlier.get(name, _MISSING), attributes.get(name, _MISSING)
+                if now is not first:
+                    self._assigned.setdefault((number, name), _Assigned(contents.get((number, name), first), now))
+        for key, earlier_contents in contents.items():
+            if key not in self._assigned and not earlier_contents.are_there:
+                self._assigned[key] = _Assigned(earlier_contents, earlier_contents)
+        for (number, name), values in self._assigned.items():
+            now = self._attributes[number].get(name, _MISSING)
+            values.of[replica] = values.left = _Contents(now, now.copy()) if type(now) in _CONTAINERS else now
+            if number == 0 and _differ(values.of):
+                self._attributes[number][name] = values.left = ReplicaNumbers(f"{self._name}.{name}", values.of)
+
+
+def _put(attributes: dict[str, Tree], name: str, value: Tree) -> None:
+    if value is _MISSING:
+        attributes.pop(name, None)
+    elif isinstance(value, _Contents):
+        attributes[name] = value.holder
+        value.put()
+    else:
+        attributes[name] = value
+
+
+def _are_same(attributes: Mapping[str, Tree], before: Mapping[str, Tree]) -> bool:
+    """Return whether a module has the attributes that it had, which takes 1 us."""
+    return attributes.keys() == before.keys() and all(map(is_, attributes.values(), before.values()))
+
+
+def _differ(of: Mapping[int, Tree]) -> bool:
+    """Return whether the values of replicas are numbers, or arrays of one element, and differ."""
+    values = list(of.values())
+    return all(map(_is_number, values)) and any(bool(one != values[0]) for one in values[1:])
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    if isinstance(value, np.ndarray):
+        return value.size == 1 and value.dtype.kind in "biuf"
+    return isinstance(value, Real | np.bool_)
+
+
+def _float_of(number: Tree) -> float:
+    if isinstance(number, torch.Tensor):
+        number = number.detach()
+    return float(number.item() if isinstance(number, torch.Tensor | np.ndarray) else number)
+
+
+# ---- the state
 
 Changes = Sequence[float | torch.Tensor]
 """For each slot, whether a replica has changed it: 0 or 1, and more if its shape has changed. A boolean on the device
 if the host does not know."""
 
 
-class _KeptSlot:
+class _SavedSlot:
     """A slot that replicas may change, and its value at the beginning of the step."""
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
         self.value = slot.tensor.detach().clone()
-        self.mark = self.now
-
-    @property
-    def now(self) -> tuple[int, int, int]:
-        """A mark that another write or another tensor changes. Writes through `data` do not."""
-        tensor = self.slot.tensor
-        return id(tensor), tensor.data_ptr(), tensor._version
 
     def begin(self) -> None:
         """Take the present value as that of the beginning."""
@@ -38,12 +317,11 @@ class _KeptSlot:
             self.value.copy_(tensor)
         else:
             self.value = tensor.clone()
-        self.mark = self.now
 
 
 @final
 class ReplicaState:
-    """The state that local replicas change, and that is put back before each of them.
+    """The state that replicas change, which is restored before each replica.
 
     Args:
         buffers: The buffers and frozen parameters on which replicas agree after a step.
@@ -59,7 +337,7 @@ class ReplicaState:
     def __init__(self, buffers: ModelBuffers, attributes: Attributes, may_repeat: bool = False) -> None:
         self.buffers, self.attributes = buffers, attributes
         self._may_repeat = may_repeat
-        self._kept: dict[int, _KeptSlot] = {}  # by the number of the slot
+        self._kept: dict[int, _SavedSlot] = {}  # by the number of the slot
         self._slots: Sequence[Slot] = ()
         self._own: Mapping[int, torch.Tensor] = {}
         self._are_several = False
@@ -83,8 +361,7 @@ class ReplicaState:
             keeps_frozen: Whether to keep the frozen parameters too that no replica is known to write.
             is_repetition: Whether to begin with the buffers and frozen parameters of the last beginning.
         """
-        if step == self._step and self._view is not None and self._after is not None:
-            self.attributes.undo(self._view, self._after)
+        self.undo(step)
         self.attributes.begin(replicas)  # before the view, with which the first replica begins again
         self._step, self._view = step, self.attributes.view()
         self._are_several = len(replicas) > 1
@@ -106,6 +383,11 @@ class ReplicaState:
         finally:
             self._put_back()
 
+    def undo(self, step: int) -> None:
+        """Take back what the turns of a step have assigned, if it was begun but interrupted."""
+        if step == self._step and self._view is not None and self._after is not None:
+            self.attributes.undo(self._view, self._after)
+
     def _keep(self, keeps_frozen: bool) -> None:
         buffers = self.buffers
         buffers.follow_shown()
@@ -120,7 +402,7 @@ class ReplicaState:
                 elif number in self._kept:
                     self._kept[number].begin()
                 else:
-                    self._kept[number] = _KeptSlot(slot)
+                    self._kept[number] = _SavedSlot(slot)
         self._is_fresh = True
 
     def _put_back(self) -> None:
@@ -140,15 +422,11 @@ class ReplicaState:
             with torch.no_grad():
                 self._kept[number].slot.put(own[replica])
         self._is_fresh = False
-        for kept in self._kept.values():
-            kept.mark = kept.now
-        with ExitStack() as stack:
-            if self._are_several:
-                stack.enter_context(self.attributes.of(replica))
+        frozen = [kept.slot for kept in self._kept.values() if kept.slot.is_parameter]
+        marks = WriteMarks([(slot.name, slot.tensor) for slot in frozen])
+        with self.attributes.of(replica) if self._are_several else nullcontext():
             yield
-        for kept in self._kept.values():
-            if kept.slot.is_parameter and kept.now != kept.mark:
-                self.written.add(kept.slot.name)
+        self.written |= marks.counted()
 
     def changes(self, replica: int, moving: frozenset[int], replicas: int, waits: bool = True) -> Changes:
         """Return which slots a replica has changed, when its passes have ended.

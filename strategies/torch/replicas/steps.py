@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 
-import numpy as np
 import torch
 
 from strategies.core.engine import Buffers
@@ -20,19 +19,19 @@ from strategies.exchange.means import Bucket
 from strategies.jax.replicas.devices import THREADS
 from strategies.jax.replicas.replicas import Replicas
 from strategies.pipelines.running.driver import raise_first
-from strategies.torch.exchange.host import HostExchange, refuse_to_come_twice
-from strategies.torch.exchange.interface import GradientExchange
-from strategies.torch.exchange.plan import Told
+from strategies.torch.data import parts_of
+from strategies.torch.exchange.host import raise_gradient_came_twice
+from strategies.torch.exchange.plan import GradientExchange, TailValues
 from strategies.torch.options import TorchOptions
 from strategies.torch.pipelines.run import PipelineRun
-from strategies.torch.replicas.groups import ReplicaRows
+from strategies.torch.replicas.gradient_map import ReplicaRows
+from strategies.torch.replicas.guard import is_due
 from strategies.torch.replicas.module_parts import Slot
 from strategies.torch.replicas.passes import LossFunction, PassesOfReplica, ReplicaPasses
 from strategies.torch.replicas.state import Changes
-from strategies.torch.replicas.sync_batch_norm import ReplicaMeetings, Seat, adding_over, sync_layers_of
+from strategies.torch.replicas.sync_batch_norm import ReplicaMeetings, SyncContext, sync_layers_of
 from strategies.torch.replicas.turns import Gradients, ReplicaTurns, TurnsOfStep
-from strategies.torch.tensors import parts_of, real_view
-from strategies.torch.threads import intra_op_threads
+from strategies.torch.tensors import intra_op_threads, real_view
 from strategies.torch.training import TorchTraining
 from strategies.typing import Batch
 
@@ -48,7 +47,7 @@ class StepInputs:
         step: The number of the step.
         scale: The loss scale of the backward pass.
         notice: Whether the instance was given a notice, which travels in the tail behind the metrics.
-        settings: The hash of the settings, see `StepSettings.word`.
+        settings: The hash of the settings, see `StepSettings.settings_hash`.
         number: One more than the number of steps that these replicas have made.
     """
 
@@ -60,7 +59,7 @@ class StepInputs:
 
 
 @dataclass(frozen=True)
-class ResultsOfTurn:
+class ReplicaResults:
     """The results of a replica's turn besides gradients.
 
     Attributes:
@@ -101,9 +100,9 @@ class LocalReplicas:
         agreed: The shapes of batches for which all instances were found to compute the same.
         exchange: The exchange of gradients; None before the first turn.
         results: The results of the local replicas in the last step.
+        state: The state that replicas change.
         guard: The comparison of a turn with its repetition.
         pipeline: The pipeline of the module; None without one.
-        residuals: The new residuals of int8 gradients, by local replica.
         rows: The rows of grouped parameters, by local replica.
     """
 
@@ -120,13 +119,12 @@ class LocalReplicas:
         self.replicas, self.communicator = replicas.local_replicas, replicas.communicator
         self.agreed: set[object] = set()
         self.exchange: GradientExchange | None = None
-        self.results: list[ResultsOfTurn] = []
-        self.residuals: list[Sequence[np.ndarray]] = []
+        self.results: list[ReplicaResults] = []
         self._of_all, self._instances = replicas.num_replicas_in_sync, instances
         self._instruments = replicas.instruments
         self._streams = options.streams_over(replicas) and not instances
         training.attributes.follow()
-        self._turns = ReplicaTurns[ResultsOfTurn](
+        self._turns = ReplicaTurns[ReplicaResults](
             self._module,
             training.watch,
             training.buffers,
@@ -134,14 +132,15 @@ class LocalReplicas:
             self._of_all,
             may_repeat=replicas.can_carry_on,
         )
-        self._state, self.guard = self._turns.state, self._turns.guard
+        self.state, self.guard = self._turns.state, self._turns.guard
         self.rows = [ReplicaRows(self._module, replica, self._of_all) for replica in self.replicas]
         meets, is_on_host = bool(sync_layers_of(self._module)), self._memory.is_on_host
         self._meetings: ReplicaMeetings | None = None
         if meets:
-            add = adding_over(self.communicator, self._streams)
-            self._meetings = ReplicaMeetings(self.replicas, add, self.communicator.limits.timeout_s, is_on_host)
-        self._seats = [Seat(replica, self._of_all, self._module, self._meetings) for replica in self.replicas]
+            self._meetings = ReplicaMeetings(self.replicas, self.communicator, self._streams, is_on_host)
+        self._sync_contexts = [
+            SyncContext(replica, self._of_all, self._module, self._meetings) for replica in self.replicas
+        ]
         self._passes = ReplicaPasses(self._module, self._memory, loss_fn, options, instances > 0, meets)
         self.pipeline: PipelineRun | None = None
         if options.pipeline is not None:
@@ -189,10 +188,10 @@ class LocalReplicas:
             ValueError: If the batch cannot be divided evenly among the replicas.
         """
         parts = parts_of(batch, len(self.replicas), self._options.gradient_accumulation_count)
-        self.results, self.residuals = [], []
+        self.results = []
         exchange = self.exchange
-        is_known = bool(inputs.number & (inputs.number - 1))  # whether gradients come in parts
-        if self._streams and is_known and exchange is not None and exchange.plan.is_cut:
+        counts = is_due(inputs.number)  # whether gradients come in parts
+        if self._streams and not counts and exchange is not None and exchange.plan.streams:
             yield from self._streamed(parts, inputs, exchange)
             return
         self._take_turns(parts, inputs, make_exchange, None)
@@ -206,11 +205,11 @@ class LocalReplicas:
         parts: Sequence[Batch],
         inputs: StepInputs,
         make_exchange: MakeExchange | None,
-        leaving: LeavingGradients | None,
+        streamed: StreamedGradients | None,
     ) -> None:
         last, replay = len(parts) - 1, None
-        turns: list[Callable[[], tuple[ResultsOfTurn, Gradients]]] = [
-            partial(self._turn, place, part, inputs, leaving if place == last else None)
+        turns: list[Callable[[], tuple[ReplicaResults, Gradients]]] = [
+            partial(self._turn, place, part, inputs, streamed if place == last else None)
             for place, part in enumerate(parts)
         ]
         again = partial(self._turn, 0, parts[0], inputs, None, is_again=True)
@@ -219,24 +218,24 @@ class LocalReplicas:
             replay = self._meetings.repeated()
             turns = self._at_once(turns) if last else turns
 
-        def take(place: int, results: ResultsOfTurn, gradients: Gradients) -> None:
+        def take(place: int, results: ReplicaResults, gradients: Gradients) -> None:
             if self.exchange is None:
                 assert make_exchange is not None
                 self.exchange = make_exchange(results.passes.names)
-            self._refuse_other_names(results.passes.names)
+            self._check_metric_names(results.passes.names)
             self.results.append(results)
-            self._take(place, results, gradients, inputs, leaving if place == last else None)
+            self._take(place, results, gradients, inputs, streamed if place == last else None)
 
         with intra_op_threads(self._options.intra_op_threads):
             self._turns.run(self._of_step(inputs), turns, again, take, replay)
 
     def _at_once(
-        self, turns: Sequence[Callable[[], tuple[ResultsOfTurn, Gradients]]]
-    ) -> list[Callable[[], tuple[ResultsOfTurn, Gradients]]]:
+        self, turns: Sequence[Callable[[], tuple[ReplicaResults, Gradients]]]
+    ) -> list[Callable[[], tuple[ReplicaResults, Gradients]]]:
         """Return turns that are taken on threads, because layers wait for other replicas: the first call begins all."""
-        begun: list[Future[tuple[ResultsOfTurn, Gradients]]] = []
+        begun: list[Future[tuple[ReplicaResults, Gradients]]] = []
 
-        def result(place: int) -> tuple[ResultsOfTurn, Gradients]:
+        def result(place: int) -> tuple[ReplicaResults, Gradients]:
             if not begun:
                 begun.extend(self._threads.submit(turn) for turn in turns)
                 wait(begun)
@@ -246,16 +245,16 @@ class LocalReplicas:
         return [partial(result, place) for place in range(len(turns))]
 
     def _turn(
-        self, place: int, part: Batch, inputs: StepInputs, leaving: LeavingGradients | None, is_again: bool = False
-    ) -> tuple[ResultsOfTurn, Gradients]:
+        self, place: int, part: Batch, inputs: StepInputs, streamed: StreamedGradients | None, is_again: bool = False
+    ) -> tuple[ReplicaResults, Gradients]:
         """Let a local replica compute, and return its results and gradients."""
-        replica, seat = self.replicas[place], self._seats[place]
+        replica, sync_context = self.replicas[place], self._sync_contexts[place]
         pipeline = None if is_again else self.pipeline  # without one the bits are the same
         is_noted = self.pipeline is None and not is_again  # a pipeline notifies of each stage
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         rows: Mapping[int, torch.Tensor] = {}
         with ExitStack() as stack:
-            stack.enter_context(seat.attended())
+            stack.enter_context(sync_context.attended())
             stack.enter_context(self._turns.of(replica, self._memory.device, lambda: self._left(place, pairs, rows)))
             rows = stack.enter_context(self.rows[place].put())
             pairs += [(one, rows.get(id(one), one)) for one in self._trained]
@@ -264,30 +263,30 @@ class LocalReplicas:
             if is_noted:
                 self._instruments.replica_begins(replica, 0)
             ends: Callable[[], object] | None = None
-            if leaving is not None:
-                ends = stack.enter_context(leaving.of(pairs))
-            elif self._streams and not is_again and not inputs.number & (inputs.number - 1):
+            if streamed is not None:
+                ends = stack.enter_context(streamed.of(pairs))
+            elif self._streams and not is_again and is_due(inputs.number):
                 stack.enter_context(self._counting(pairs))
-            passes = self._passes.run(seat, part, inputs.step, inputs.scale, pairs, pipeline, ends)
+            passes = self._passes.run(sync_context, part, inputs.step, inputs.scale, pairs, pipeline, ends)
             gradients = [real_view(mine.grad) for _, mine in pairs]
             seen = [one is not None for one in gradients]
-            if leaving is not None:
-                seen = [here or left for here, left in zip(seen, leaving.seen, strict=True)]
+            if streamed is not None:
+                seen = [here or left for here, left in zip(seen, streamed.seen, strict=True)]
             if is_noted:
                 self._instruments.replica_ends(replica, 0, 0 if self.exchange is None else self._last)
             moving = self._training.buffers.moving
-            changes = self._state.changes(replica, moving, self._of_all, waits=not self._instances)
-            return ResultsOfTurn(passes, seen, changes, self._state.slots(changes)), gradients
+            changes = self.state.changes(replica, moving, self._of_all, waits=not self._instances)
+            return ReplicaResults(passes, seen, changes, self.state.slots(changes)), gradients
 
     @contextmanager
     def _counting(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
         """Stream no gradients if one comes in parts, as it does if several reentrant checkpoints use a parameter."""
         counts: Counter[int] = Counter()
 
-        def arrived(parameter: torch.Tensor) -> None:
+        def gradient_is_complete(parameter: torch.Tensor) -> None:
             counts[id(parameter)] += 1
 
-        hooks = [mine.register_post_accumulate_grad_hook(arrived) for _, mine in pairs]
+        hooks = [mine.register_post_accumulate_grad_hook(gradient_is_complete) for _, mine in pairs]
         try:
             yield
         finally:
@@ -310,17 +309,17 @@ class LocalReplicas:
         """Take the module away from a replica that waits for others, and return the way back."""
         if len(self.replicas) == 1:
             return lambda: None
-        gradients, state = [mine.grad for _, mine in pairs], self._state.leave()
+        gradients, state = [mine.grad for _, mine in pairs], self.state.leave()
 
         def come_back() -> None:
-            self._state.come_back(state)
+            self.state.come_back(state)
             self.rows[place].give(rows)
             for (_, mine), gradient in zip(pairs, gradients, strict=True):
                 mine.grad = gradient
 
         return come_back
 
-    def _refuse_other_names(self, names: tuple[str, ...]) -> None:
+    def _check_metric_names(self, names: tuple[str, ...]) -> None:
         assert self.exchange is not None
         if names != self.exchange.names:
             raise StrategyError(
@@ -333,29 +332,20 @@ class LocalReplicas:
     def _take(
         self,
         place: int,
-        results: ResultsOfTurn,
+        results: ReplicaResults,
         gradients: Sequence[torch.Tensor | None],
         inputs: StepInputs,
-        leaving: LeavingGradients | None,
+        streamed: StreamedGradients | None,
     ) -> None:
         """Hand the gradients of a replica to the exchange."""
         exchange, passes = self.exchange, results.passes
         assert exchange is not None
-        is_quantised = self._options.transfer.is_quantised
-        if is_quantised and self._options.scaling is not None:
-            for gradient in gradients:
-                if gradient is not None:
-                    gradient.div_(inputs.scale)
-        if leaving is not None:
-            leaving.rest(gradients)
-        elif is_quantised:
-            assert isinstance(exchange, HostExchange)
-            residuals = self._training.residuals[place]
-            self.residuals.append(exchange.encode(gradients, place, residuals, passes.weight))
+        if streamed is not None:
+            streamed.rest(gradients)
         else:
             exchange.take_all(gradients, place)
-        told = Told(passes.values, inputs.settings, results.seen, results.changes, inputs.notice, passes.weight)
-        exchange.tell(told, place)
+        tail = TailValues(passes.values, inputs.settings, results.seen, results.changes, inputs.notice, passes.weight)
+        exchange.set_tail(tail, place)
 
     # ---- gradients that leave while the backward pass runs
 
@@ -366,8 +356,8 @@ class LocalReplicas:
         ready: SimpleQueue[int] = SimpleQueue()
         last = len(parts) - 1
         ended = partial(self._instruments.replica_ends, self.replicas[last], 0)
-        leaving = LeavingGradients(exchange, last, ready.put, ended)
-        begun = self._threads.submit(self._take_turns, parts, inputs, None, leaving)
+        streamed = StreamedGradients(exchange, last, ready.put, ended)
+        begun = self._threads.submit(self._take_turns, parts, inputs, None, streamed)
         begun.add_done_callback(lambda _: ready.put(self._last))
         try:
             left: set[int] = set()
@@ -381,8 +371,8 @@ class LocalReplicas:
             wait([begun])
 
 
-class LeavingGradients:
-    """The gradients of the last local replica, which leave while its last backward pass runs.
+class StreamedGradients:
+    """The gradients of the last local replica, sent while its last backward pass runs.
 
     Args:
         exchange: The exchange.
@@ -412,7 +402,7 @@ class LeavingGradients:
     def of(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Callable[[], None]]:
         """Take the gradients of a replica's parameters as soon as they are complete; yield a function that begins."""
         hooks = [
-            mine.register_post_accumulate_grad_hook(partial(self._arrived, number))
+            mine.register_post_accumulate_grad_hook(partial(self._send, number))
             for number, (_, mine) in enumerate(pairs)
         ]
         try:
@@ -424,12 +414,12 @@ class LeavingGradients:
     def _begin(self) -> None:
         self._thread = threading.get_ident()
 
-    def _arrived(self, number: int, parameter: torch.Tensor) -> None:
+    def _send(self, number: int, parameter: torch.Tensor) -> None:
         """Take a complete gradient. Called by autograd in the thread of the backward pass."""
         if self._thread != threading.get_ident():
             return
         if self._taken[number]:
-            refuse_to_come_twice(self._exchange.plan.parameters[number].name)
+            raise_gradient_came_twice(self._exchange.plan.parameters[number].name)
         self._take(number, real_view(parameter.grad))
         parameter.grad = None
 

@@ -6,8 +6,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,52 +21,8 @@ from strategies.errors import StrategyError
 from strategies.jax.replicas.replicas import Replicas
 from strategies.pipelines.running.driver import AbandonedError
 from strategies.torch.replicas.generators import lent_baton
-from strategies.torch.threads import ThreadValue
-
-SumArrays = Callable[[str, Sequence[np.ndarray]], np.ndarray]
-"""(name, arrays of the local replicas) -> their sum over all replicas of all instances, in the order of the tree."""
-
-
-def adding_over(communicator: Communicator, is_busy: bool) -> SumArrays:
-    """Return a function that sums over the replicas of all instances.
-
-    Args:
-        communicator: The communicator of all instances.
-        is_busy: Whether other collectives, or several of these sums, may run at the same time. Then sums are named
-            collectives, which take longer. If instances ask for different named sums, only the timeout ends them.
-    """
-
-    def add_here(name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        out = np.empty_like(arrays[0])
-        Reduction("sum", out.dtype).reduce(arrays, out, len(arrays))
-        return out
-
-    def add(name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        return communicator.ordered_all_reduce(arrays, name=name)
-
-    def add_by_name(name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        return communicator.start_ordered_all_reduce(arrays, np.empty_like(arrays[0]), name=name).wait()
-
-    if communicator.size == 1:
-        return add_here
-    return add_by_name if is_busy else add
-
-
-@dataclass
-class _ReplicaMeeting:
-    """One meeting: local replicas wait for each other at one place of their passes.
-
-    Attributes:
-        arrays: The replicas' arrays, by global index.
-        is_over: Set when there is a total or an error.
-        total: The sum over all replicas of all instances.
-        error: The reason why there is no total.
-    """
-
-    arrays: dict[int, np.ndarray] = field(default_factory=dict)
-    is_over: threading.Event = field(default_factory=threading.Event)
-    total: np.ndarray | None = None
-    error: BaseException | None = None
+from strategies.torch.tensors import ThreadValue
+from strategies.typing import Function
 
 
 class ReplicaMeetings:
@@ -77,18 +33,20 @@ class ReplicaMeetings:
 
     Args:
         replicas: The global indices of the local replicas.
-        add: Sums the arrays of all replicas.
-        timeout_s: Limit of a replica's wait for other replicas of this instance.
+        communicator: The communicator of all instances. Its timeout also limits a replica's wait for other local ones.
+        is_busy: Whether other collectives, or several of these sums, may run at the same time. Then sums are named
+            collectives, which take longer. If instances ask for different named sums, only the timeout ends them.
         is_on_host: Whether replicas compute on the host.
     """
 
-    def __init__(self, replicas: range, add: SumArrays, timeout_s: float, is_on_host: bool = True) -> None:
-        self._replicas = replicas
-        self._add = add
-        self._timeout_s = timeout_s
-        self._is_on_host = is_on_host
+    def __init__(
+        self, replicas: range, communicator: Communicator, is_busy: bool = False, is_on_host: bool = True
+    ) -> None:
+        self._replicas, self._communicator = replicas, communicator
+        self._is_busy, self._is_on_host = is_busy, is_on_host
         self._lock = threading.Lock()
-        self._open: dict[str, _ReplicaMeeting] = {}
+        self._waiting: dict[int, tuple[str, np.ndarray]] = {}  # the meeting and the array of each replica that is there
+        self._total: Future[np.ndarray] = Future()  # the sum for which they wait
         self._gone: set[int] = set()  # the replicas whose passes have ended
         self._failure: BaseException | None = None
         self._of_first: list[np.ndarray] | None = None  # the sums that the first local replica has got
@@ -97,8 +55,8 @@ class ReplicaMeetings:
     def begin(self, is_repeated: bool = False) -> None:
         """Begin a step of all local replicas, whose first one will compute again if `is_repeated`."""
         with self._lock:
+            self._waiting, self._total = {}, Future()
             self._gone.clear()
-            self._open.clear()
             self._failure = None
             self._of_first = [] if is_repeated else None
 
@@ -113,14 +71,19 @@ class ReplicaMeetings:
 
     @contextmanager
     def attended_by(self, replica: int) -> Iterator[None]:
-        """Let this thread compute a replica's passes. Afterwards no replica waits for this one."""
+        """Let this thread compute a replica's passes. If they fail, and afterwards, no replica waits for this one."""
         with nullcontext() if self._is_on_host else torch.autograd.set_multithreading_enabled(False):
             try:  # autograd has one thread for all backward passes on a device, and it must not wait
                 yield
+            except BaseException as error:
+                with self._lock:
+                    if self._failure is None:
+                        self._fail(AbandonedError(f"replica {replica} has failed: {error}"))
+                raise
             finally:
                 with self._lock:
                     self._gone.add(replica)
-                    self._look_for_missing()
+                    self._arrays_of_all()
 
     def sum(self, name: str, replica: int, array: np.ndarray) -> np.ndarray:
         """Return the sum of all replicas' arrays in the meeting of this name. The result must not be changed.
@@ -128,7 +91,7 @@ class ReplicaMeetings:
         Raises:
             StrategyError: If another local replica ended its passes without this meeting, or waits at another one.
             AbandonedError: If another local replica has failed.
-            CollectiveError: If the collective fails, or after `timeout_s` a local replica has not come.
+            CollectiveError: If the collective fails, or a local replica has not come before the timeout.
         """
         if self._repeated is not None:
             if (known := next(self._repeated, None)) is None:
@@ -137,107 +100,92 @@ class ReplicaMeetings:
         with self._lock:
             if self._failure is not None:
                 raise AbandonedError(f"replica {replica} is given up in {name}: {self._failure}") from self._failure
-            meeting = self._open.setdefault(name, _ReplicaMeeting())
-            meeting.arrays[replica] = array
-            is_last = len(meeting.arrays) == len(self._replicas)
-            if is_last:
-                del self._open[name]
-            else:
-                self._look_for_missing()
-        if is_last:
-            self._carry_out(name, meeting)
-        else:
-            self._wait(name, replica, meeting)
-        if meeting.error is not None:
-            raise meeting.error
-        assert meeting.total is not None
-        if self._of_first is not None and replica == self._replicas[0]:
-            self._of_first.append(meeting.total)
-        return meeting.total
-
-    def _carry_out(self, name: str, meeting: _ReplicaMeeting) -> None:
-        try:
-            with lent_baton():
-                meeting.total = self._add(name, [meeting.arrays[replica] for replica in self._replicas])
-        except BaseException as error:
-            meeting.error = error
-            raise
-        finally:
-            meeting.is_over.set()
-
-    def _wait(self, name: str, replica: int, meeting: _ReplicaMeeting) -> None:
+            self._waiting[replica] = name, array
+            future = self._total
+            arrays = self._arrays_of_all()
+        timeout_s = self._communicator.limits.timeout_s
         with lent_baton():
-            if not meeting.is_over.wait(self._timeout_s):
-                self._give_up(name, replica, meeting)
-                meeting.is_over.wait()  # if all local replicas are there, the collective has a limit of its own
+            if arrays:
+                self._add(name, arrays, future)
+            elif not wait([future], timeout_s).done:
+                self._give_up(name, replica, timeout_s)
+            total = future.result()  # if all local replicas are there, the collective has a limit of its own
+        if self._of_first is not None and replica == self._replicas[0]:
+            self._of_first.append(total)
+        return total
+
+    def _add(self, name: str, arrays: Sequence[np.ndarray], future: Future[np.ndarray]) -> None:
+        """Add the arrays of the local replicas and of those of other instances, in the order of the tree."""
+        out, communicator = np.empty_like(arrays[0]), self._communicator
+        try:
+            if communicator.size == 1:
+                Reduction("sum", out.dtype).reduce(arrays, out, len(arrays))
+            elif self._is_busy:
+                out = communicator.start_ordered_all_reduce(arrays, out, name=name).wait()
+            else:
+                out = communicator.ordered_all_reduce(arrays, name=name)
+        except BaseException as error:  # raised where the replicas wait
+            future.set_exception(error)
+        else:
+            future.set_result(out)
 
     # ---- missing replicas
 
-    def _give_up(self, name: str, replica: int, meeting: _ReplicaMeeting) -> None:
+    def _arrays_of_all(self) -> list[np.ndarray]:
+        """Return the arrays if all local replicas are in one meeting. If they will never be, end it. Lock held."""
+        waiting, gone = self._waiting, self._gone
+        if not waiting or len(waiting) + len(gone) < len(self._replicas):
+            return []
+        if not gone and len({name for name, _ in waiting.values()}) == 1:
+            self._waiting, self._total = {}, Future()
+            return [waiting[replica][1] for replica in self._replicas]
+        places = [f"replica {replica} waits in {name}" for replica, (name, _) in sorted(waiting.items())]
+        places += [f"replica {replica} has ended its passes" for replica in sorted(gone)]
+        self._fail(
+            StrategyError(
+                f"replicas wait for each other in different layers: {', '.join(places)}; every replica must call such "
+                "layers equally often, and in the same order: call the layer in every replica, even without rows"
+            )
+        )
+        return []
+
+    def _give_up(self, name: str, replica: int, timeout_s: float) -> None:
+        """End the meeting of a replica that has waited too long, if local replicas are missing."""
         with self._lock:
-            if missing := [str(one) for one in self._replicas if one not in meeting.arrays]:
+            missing = [str(one) for one in self._replicas if one not in self._waiting]
+            if replica in self._waiting and missing:
                 self._fail(
                     CollectiveTimeoutError(
                         f"replica {replica} has waited for replica {', '.join(missing)} of this instance in {name}: "
-                        f"gave up after timeout_s = {self._timeout_s:g}"
+                        f"gave up after timeout_s = {timeout_s:g}"
                     )
                 )
-
-    def fail(self, replica: int, error: BaseException) -> None:
-        """End the meetings, because a replica has failed."""
-        with self._lock:
-            if self._failure is None:
-                self._fail(AbandonedError(f"replica {replica} has failed: {error}"))
-
-    def _look_for_missing(self) -> None:
-        """End all meetings if a replica will never come to one of them. The lock is held."""
-        for name, meeting in self._open.items():
-            if gone := sorted(self._gone - meeting.arrays.keys()):
-                self._fail(
-                    StrategyError(
-                        f"replica {gone[0]} has ended its passes without {name}, where replica {min(meeting.arrays)} "
-                        "waits for it; all replicas must call such a layer equally often: call the layer in every "
-                        "replica, even without rows"
-                    )
-                )
-                return
-        waiting = {replica: name for name, meeting in self._open.items() for replica in meeting.arrays}
-        if len(waiting) + len(self._gone) == len(self._replicas) and len(self._open) > 1:
-            places = ", ".join(f"replica {replica} in {name}" for replica, name in sorted(waiting.items()))
-            self._fail(
-                StrategyError(
-                    f"replicas wait for each other in different layers: {places}; every replica must call such "
-                    "layers in the same order"
-                )
-            )
 
     def _fail(self, error: BaseException) -> None:
-        """End all open meetings with an error. The lock is held."""
+        """End the open meeting with an error. The lock is held."""
         self._failure = error
-        for meeting in self._open.values():
-            meeting.error = error
-            meeting.is_over.set()
-        self._open.clear()
+        self._total.set_exception(error)
+        self._waiting, self._total = {}, Future()
 
 
 _FORWARD = "forward"
 _plainly = torch.nn.modules.batchnorm._BatchNorm.forward
 
-_seat = ThreadValue["Seat | None"](None)
+_sync_context = ThreadValue["SyncContext | None"](None)
 _micro_batch = ThreadValue[int | None](None)
-_kept: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Seat]] = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[SyncContext]] = weakref.WeakKeyDictionary()
 _as_pytorch_has_it = torch.nn.SyncBatchNorm.forward
 
 AddRows = Callable[[str, torch.Tensor], torch.Tensor]
 """(description, row of float64) -> the sum of the rows of all replicas."""
 
 
-class Seat:
-    """One replica's place among all replicas, for its layers.
+class SyncContext:
+    """The replica for which a thread's layers compute, if they sum over replicas.
 
-    A layer computes for the replica whose seat the thread has taken. In other threads it computes for the replica of
-    its module, as long as that seat exists. One case is a checkpoint in the program's own loop, which recomputes in the
-    backward pass.
+    A layer computes for the replica whose context the thread has entered. In other threads it computes for the replica
+    of its module, as long as that context exists. One case is a checkpoint in the program's own loop, which recomputes
+    in the backward pass.
 
     Args:
         replica: The global index of the replica.
@@ -257,25 +205,14 @@ class Seat:
         self._meetings = meetings
         self._names: dict[int, str] = {}
         _install()
-        for layer in sync_layers_of(module).values():
+        for layer in sync_layers_of(module).values() if meetings is not None else ():
             _kept[layer] = weakref.ref(self)
 
     @contextmanager
-    def taken(self, micro_batch: int | None = None) -> Iterator[None]:
-        """Let the calling thread compute for the replica."""
-        with _seat.being(self), _micro_batch.being(micro_batch):
+    def entered(self, micro_batch: int | None = None) -> Iterator[None]:
+        """Let the calling thread compute for the replica, and in a step for one of its micro-batches."""
+        with _sync_context.using(self), _micro_batch.using(micro_batch):
             yield
-
-    @contextmanager
-    def computing(self, micro_batch: int) -> Iterator[None]:
-        """Let the calling thread run the passes of a micro-batch. If they fail, no replica waits for this one."""
-        with self.taken(micro_batch):
-            try:
-                yield
-            except BaseException as error:
-                if self._meetings is not None:
-                    self._meetings.fail(self.replica, error)
-                raise
 
     def attended(self) -> AbstractContextManager[None]:
         """Return a context in which the calling thread runs the passes of a step for the replica."""
@@ -323,26 +260,19 @@ def sync_layers_of(module: torch.nn.Module) -> dict[str, torch.nn.SyncBatchNorm]
     return found
 
 
-def seat_in_loop(module: torch.nn.Module, replicas: Replicas, is_busy: bool) -> Seat:
-    """Make the seat of this instance's one replica in the program's own loop."""
-    communicator = replicas.communicator
-    meetings = ReplicaMeetings(
-        replicas.local_replicas, adding_over(communicator, is_busy), communicator.limits.timeout_s
-    )
-    return Seat(replicas.local_replicas.start, replicas.num_replicas_in_sync, module, meetings)
+def sync_context_of_loop(module: torch.nn.Module, replicas: Replicas, is_busy: bool) -> SyncContext:
+    """Return the context of this instance's only replica in the program's own loop."""
+    meetings = ReplicaMeetings(replicas.local_replicas, replicas.communicator, is_busy)
+    return SyncContext(replicas.local_replicas.start, replicas.num_replicas_in_sync, module, meetings)
 
 
-def refuse_to_join(module: torch.nn.Module) -> None:
+def check_no_sync_layers(module: torch.nn.Module) -> None:
     """Raise for a module with `SyncBatchNorm` in a loop whose instances may have different numbers of batches."""
     if layers := sync_layers_of(module):
         raise StrategyError(
             f"SyncBatchNorm {next(iter(layers))!r} needs rows of all replicas in each forward pass, but with join some "
             "have none; give all instances equally many batches, as DistributedSampler does"
         )
-
-
-def _nobody() -> None:
-    return None
 
 
 def _install() -> None:
@@ -352,13 +282,14 @@ def _install() -> None:
 
 
 def _forward(layer: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:  # `input` is PyTorch's name
-    seat = _seat.now or _kept.get(layer, _nobody)()
-    if seat is None:
+    kept = _kept.get(layer)
+    sync_context = _sync_context.now or (None if kept is None else kept())
+    if sync_context is None:
         return _as_pytorch_has_it(layer, input)
-    if seat.is_alone or not layer.training:
+    if sync_context.is_alone or not layer.training:
         return _plainly(layer, input)
     micro_batch = _micro_batch.now
-    return normalised(layer, input, lambda what, row: seat.sum(layer, what, micro_batch, row))
+    return normalised(layer, input, lambda what, row: sync_context.sum(layer, what, micro_batch, row))
 
 
 def normalised(layer: torch.nn.SyncBatchNorm, x: torch.Tensor, add: AddRows) -> torch.Tensor:
@@ -382,7 +313,7 @@ def normalised(layer: torch.nn.SyncBatchNorm, x: torch.Tensor, add: AddRows) -> 
         mean, variance, count = _statistics(x.detach(), add)
         if layer.track_running_stats:
             _track(layer, mean, variance * (count / (count - 1)))
-    normalise: Any = _Normalise.apply
+    normalise: Function = _Normalise.apply
     result: torch.Tensor = normalise(
         x, layer.weight, layer.bias, mean, variance, count, layer.eps, partial(add, "backward")
     )
@@ -451,7 +382,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, mean, variance = ctx.saved_tensors
         wide, channels = _wide(x.dtype), x.shape[1]
         deviation = (variance + ctx.eps).rsqrt()

@@ -10,12 +10,11 @@ from typing import Generic, TypeVar
 import torch
 
 from strategies.errors import StrategyError
-from strategies.torch.replicas.attributes import Attributes
 from strategies.torch.replicas.buffers import ModelBuffers
 from strategies.torch.replicas.generators import Baton, Leave, kept_generators
-from strategies.torch.replicas.guard import Compared, RepetitionGuard, WriteMarks, repeats_bits
+from strategies.torch.replicas.guard import Compared, RepetitionGuard, WriteMarks, is_due, repeats_bits
 from strategies.torch.replicas.module_parts import ModuleWatch
-from strategies.torch.replicas.state import ReplicaState
+from strategies.torch.replicas.state import Attributes, ReplicaState
 
 Results = TypeVar("Results", bound=Compared)
 
@@ -72,8 +71,7 @@ class ReplicaTurns(Generic[Results]):
 
     def repeats_in(self, step: TurnsOfStep) -> bool:
         """Return whether the first replica computes again in a step. One replica has no neighbours to disturb it."""
-        is_due = not step.number & (step.number - 1)
-        return is_due and self._count > 1 and repeats_bits(step.device)
+        return is_due(step.number) and self._count > 1 and repeats_bits(step.device)
 
     @contextmanager
     def of(self, replica: int, device: torch.device, leave: Leave = lambda: lambda: None) -> Iterator[None]:
@@ -115,8 +113,8 @@ class ReplicaTurns(Generic[Results]):
             are_trained = [one.requires_grad for one in self._watch.parameters]
             for place, turn in enumerate(turns):
                 results, gradients = turn()
-                self._refuse_other_parts()
-                self._refuse_to_freeze(are_trained)
+                self._check_parts_unchanged()
+                self._check_trained_unchanged(are_trained)
                 if is_repeated and not place:
                     self.guard.keep(results, gradients, names)
                 take(place, results, gradients)
@@ -129,16 +127,16 @@ class ReplicaTurns(Generic[Results]):
                         self.guard.compare(step.replicas.start, again, names)
                 finally:
                     state.attributes.put(after)
-            marks.refuse()
+            marks.check()
 
-    def _refuse_other_parts(self) -> None:
+    def _check_parts_unchanged(self) -> None:
         if self._watch.has_other_parts:
             raise StrategyError(
                 "a forward pass has added, removed or replaced a part of the module, so other replicas would begin "
                 "with another module; call the module once before the training, or change it between steps"
             )
 
-    def _refuse_to_freeze(self, are_trained: Sequence[bool]) -> None:
+    def _check_trained_unchanged(self, are_trained: Sequence[bool]) -> None:
         """Raise if a turn has frozen or thawed a parameter, and undo it."""
         named = [(name, one, was) for (name, one), was in zip(self._watch.named, are_trained, strict=True)]
         changed = [(name, one.requires_grad_(was)) for name, one, was in named if one.requires_grad != was]

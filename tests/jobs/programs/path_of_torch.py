@@ -21,9 +21,8 @@ from collectives import Communicator
 from collectives.arrays import bfloat16
 from collectives.errors import ClosedError, CollectiveTimeoutError, PeerLostError
 from collectives.plans.spread import Spread
-from strategies.torch.exchange.arithmetic import TorchArithmetic
-from strategies.torch.exchange.compiled_path import TorchCompiledPath
-from strategies.torch.tensors import as_array, as_tensor
+from strategies.torch.exchange.paths import TorchCompiledPath
+from strategies.torch.tensors import TorchArithmetic, as_array, as_tensor
 
 CPU = torch.device("cpu")
 FLOAT32 = np.dtype(np.float32)
@@ -88,13 +87,13 @@ def means_of_one(path: TorchCompiledPath) -> Sequence[torch.Tensor]:
 
 def limit_of(path: TorchCompiledPath) -> timedelta:
     """Return how long PyTorch lets a collective of the path wait."""
-    return path._group._backend.options._timeout
+    return path._backend.options._timeout
 
 
 def shorten_limit(path: TorchCompiledPath, limit_s: float) -> None:
     """Shorten the limit of a connected path; with a short limit, instances on a busy machine cannot connect."""
-    path._group._limit_s = limit_s
-    path._group._backend._set_default_timeout(timedelta(seconds=limit_s))
+    path._limit_s = limit_s
+    path._backend._set_default_timeout(timedelta(seconds=limit_s))
 
 
 def main(communicator: Communicator) -> Iterator[str]:

@@ -38,7 +38,7 @@ class Training:
         folder: The folder of checkpoints of all steps, used to resume the training; empty: no checkpoints.
         until: The last step; 0: both epochs.
         width: The network's width.
-        has_parts: Whether instances have different parts of the state: sharded optimizer state, residuals.
+        has_parts: Whether instances have different parts of the state: sharded optimizer state.
     """
 
     steps: int
@@ -69,7 +69,7 @@ def train(strategy: strategies.Strategy, training: Training) -> dict[str, Any]:
     dataset = strategy.distribute_dataset({"x": x, "y": x[:, :1] * 3}, batch_size=BATCH_SIZE, seed=1)
     options: Any = {"digest_every": training.digest_every}
     if training.has_parts:
-        options |= {"replicated_optimizer_state_sharding": True, "gradient_transfer_dtype": "int8"}
+        options |= {"replicated_optimizer_state_sharding": True}
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1, momentum=0.9), **options)
     width = training.width
     w = np.resize(np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32) * 0.1, (16, width))

@@ -20,7 +20,7 @@ from strategies.core.evaluation import Evaluator
 from strategies.core.step import StepLoop
 from strategies.data.every_row import every_row
 from strategies.defaults import Defaults
-from strategies.train_state import TrainState
+from strategies.values import TrainState
 
 REPLICAS = 6
 STEPS = 5
@@ -83,7 +83,7 @@ class Row:
 
     name: str
     training: Callable[..., AbstractContextManager[Training]]
-    transfers: tuple[str, ...] = ("float16", "bfloat16", "int8")
+    transfers: tuple[str, ...] = ("float16", "bfloat16")
     library: str = "numpy"
     defaults: Defaults | None = None
     survives: bool = False
@@ -120,7 +120,7 @@ def in_numpy(
     given = NumpyOptions(before_loss=before_loss, **options)
     replicas, engine = strategy.replicas, NumpyEngine(strategy.replicas, given)
     loop = StepLoop(replicas, engine, given.rules, given.loss_scaling, None)
-    evaluator = Evaluator(replicas, engine, every_row, given.rules.own_part, loop.carrier)
+    evaluator = Evaluator(replicas, engine, every_row, given.rules.unrecoverable_part, loop.transfer)
     first = engine.restore(TrainState(variables(), None, 0))
     yield Training(
         loop,
@@ -192,7 +192,7 @@ def in_torch_on_a_device(
 
 
 ROWS = (
-    Row("numpy", in_numpy, transfers=("float16", "bfloat16")),
+    Row("numpy", in_numpy),
     Row("jax", in_jax),
     Row("jax on devices", in_jax, ("float16", "bfloat16"), "numpy", Defaults(exchange="window"), True, is_long=True),
     Row("torch", in_torch, library="torch"),

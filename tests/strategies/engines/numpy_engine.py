@@ -8,20 +8,17 @@ from typing import ClassVar, final
 
 import numpy as np
 
-from strategies.core.distributions import Layers
-from strategies.core.engine import Arrived, Buffers, Engine
-from strategies.core.rows import Begun, EvaluationTask
+from strategies.core.engine import Buffers, Engine, EvaluationTask, ExchangeResult, PendingBatch
+from strategies.core.metrics import Layers
 from strategies.core.step import StepRules
 from strategies.data.sources import Masked
 from strategies.errors import NonFiniteGradientError
-from strategies.exchange.flat import FlatLayout
+from strategies.exchange.flat import FlatLayout, GradientTransfer
 from strategies.exchange.means import Bucket, Means
-from strategies.exchange.transfer import GradientTransfer
 from strategies.jax.evaluation.mean import Mean
-from strategies.jax.replicas.gathering import told_rows
-from strategies.jax.replicas.replicas import Replicas
+from strategies.jax.replicas.replicas import Replicas, row_results
 from strategies.loss_scaling import LossScale, LossScaling
-from strategies.train_state import TrainState
+from strategies.values import TrainState
 
 RATE, MOMENTUM = 0.05, 0.9
 TAIL = 2
@@ -47,8 +44,10 @@ class NumpyOptions:
     @property
     def rules(self) -> StepRules[TrainState]:
         """The rules of the loop's steps."""
-        own_part = "sharded optimizer state" if self.replicated_optimizer_state_sharding else None
-        return StepRules(self.digest_every, self.check_numerics, own_part, flipped, lambda batch: len(batch["x"]))
+        unrecoverable_part = "sharded optimizer state" if self.replicated_optimizer_state_sharding else None
+        return StepRules(
+            self.digest_every, self.check_numerics, unrecoverable_part, flipped, lambda batch: len(batch["x"])
+        )
 
 
 @dataclass
@@ -75,7 +74,7 @@ class NumpyEngine(Engine[TrainState, NumpyPending]):
     def begin(self, state: TrainState, batch: Arrays, notice: bool) -> NumpyPending:
         if not self._buckets:
             self._buckets = {name: self._bucket(name, state.variables[name]) for name in NAMES}
-        means = Means(self._replicas.communicator, self._replicas.num_replicas_in_sync, None)
+        means = Means(self._replicas.communicator)
         return NumpyPending(state, self._gradients(state, batch, notice), means)
 
     def _bucket(self, name: str, array: np.ndarray) -> Bucket:
@@ -86,7 +85,7 @@ class NumpyEngine(Engine[TrainState, NumpyPending]):
         self._options.before_loss()
         count, scale = len(self._replicas.local_replicas), _scale_of(state)
         inputs, wanted = ([part.copy() for part in np.split(np.asarray(batch[name]), count)] for name in ("x", "y"))
-        with np.errstate(all="ignore"):  # `arrived` finds values that are not finite
+        with np.errstate(all="ignore"):  # `finish_exchange` finds values that are not finite
             errors = [x @ state.variables["w"] + state.variables["b"] - y for x, y in zip(inputs, wanted, strict=True)]
             to_outputs = [error * (2 * scale / np.float32(error.size)) for error in errors]
             tails = [(np.mean(error**2), float(notice)) for error in errors]
@@ -102,7 +101,7 @@ class NumpyEngine(Engine[TrainState, NumpyPending]):
             bucket.layout.tail_view(buffers)[...] = tail
         return bucket, list(zip(*of_replicas, strict=True))
 
-    def arrived(self, pending: NumpyPending) -> Arrived:
+    def finish_exchange(self, pending: NumpyPending) -> ExchangeResult:
         for name, bucket in self._buckets.items():
             mean = bucket.layout.view(0, bucket.results).astype(np.float32)
             pending.means[name] = mean / _scale_of(pending.state)
@@ -113,9 +112,9 @@ class NumpyEngine(Engine[TrainState, NumpyPending]):
         pending.is_finite = not (self._options.loss_scaling and found[0])
         bucket = self._buckets["w"]
         tail = bucket.layout.tail_view(bucket.results).copy()
-        return Arrived(("loss",), tail, float(tail[1]), pending.is_finite, lambda: (pending.means, None))
+        return ExchangeResult(("loss",), tail, float(tail[1]), pending.is_finite, lambda: (pending.means, None))
 
-    def layers(self, state: TrainState, pending: NumpyPending, arrived: Arrived) -> Layers:
+    def layers(self, state: TrainState, pending: NumpyPending, result: ExchangeResult) -> Layers:
         names = tuple(state.variables)
         return Layers(names, [state.variables[name] for name in names], [pending.means[name] for name in names])
 
@@ -141,12 +140,14 @@ class NumpyEngine(Engine[TrainState, NumpyPending]):
     def _gathered(self, name: str, part: np.ndarray) -> np.ndarray:
         return self._replicas.communicator.all_gather(part, name=name).reshape(-1) if self._is_sharded else part
 
-    def tell(self, task: EvaluationTask, state: TrainState, batch: Masked) -> Begun:
+    def begin_task(self, task: EvaluationTask, state: TrainState, batch: Masked) -> PendingBatch:
         count = len(self._replicas.local_replicas)
         values = [np.split(np.asarray(batch.values[name]), count) for name in ("x", "y")]
         masks = np.split(np.asarray(batch.mask), count)
         parts = zip(*values, masks, strict=True)
-        return Begun(lambda: [told_rows(task.told(task(state, x, y), mask), mask) for x, y, mask in parts])
+        return PendingBatch(
+            lambda: [row_results(task.host_results(task(state, x, y), mask), mask) for x, y, mask in parts]
+        )
 
     def share(self, state: TrainState, root: int) -> TrainState:
         scale = state.loss_scale
@@ -186,7 +187,7 @@ class NumpyRows(EvaluationTask):
         outputs = np.stack([row @ state.variables["w"] + state.variables["b"] for row in x])
         return {"outputs": outputs, "loss": ((outputs - y) ** 2).mean(axis=1)}
 
-    def told(self, computed: Arrays, mask: np.ndarray) -> object:
+    def host_results(self, computed: Arrays, mask: np.ndarray) -> object:
         if self.is_prediction:
             return computed["outputs"]
         return {"loss": Mean(np.float64(sum(computed["loss"][mask].tolist())), np.float64(mask.sum()))}

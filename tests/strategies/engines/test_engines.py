@@ -124,7 +124,7 @@ def test_a_step_has_its_phases_in_order(row, count):
 
 CHANGING = (
     {},
-    *({"gradient_transfer_dtype": dtype} for dtype in ("float16", "bfloat16", "int8")),
+    *({"gradient_transfer_dtype": dtype} for dtype in ("float16", "bfloat16")),
     {"replicated_optimizer_state_sharding": True},
     {"loss_scaling": LossScaling(2.0**10, 2.0, 2), "digest_every": 1},
 )

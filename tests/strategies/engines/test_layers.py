@@ -18,7 +18,7 @@ SHARDED = {"replicated_optimizer_state_sharding": True}
 CHANGING = (
     {},
     SHARDED,
-    {"gradient_transfer_dtype": "int8"},
+    {"gradient_transfer_dtype": "bfloat16"},
     {"loss_scaling": LossScaling(2.0**10, 2.0, 2)},
 )
 

@@ -9,8 +9,7 @@ from tiers import first_of, only
 
 from strategies.data.layout import Layout
 from strategies.data.sources import Masked
-from strategies.keras.batches import NumberedBatches, StreamOfBatches
-from strategies.keras.data import DataArguments, open_feed
+from strategies.keras.data import DataArguments, NumberedBatches, StreamOfBatches, open_feed
 
 BATCH = 4
 COUNT = ROWS // BATCH
@@ -200,7 +199,7 @@ def test_the_shuffle_of_an_epoch_does_not_depend_on_the_first_epoch(alone):
     assert one == other
 
 
-# ---- dealing
+# ---- distribution of elements
 
 
 def rows(source, local, batch_size=2, replicas=4, remainder="short", accumulated=1, start=0):

@@ -1,5 +1,7 @@
 """Models and optimizers of Keras in functions of `strategy.run`, as in programs of the original."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -199,3 +201,15 @@ def test_assigning_a_variable_in_a_loop_of_jax_is_refused(alone):
         return model.get_weights()[0].tolist(), int(optimizer.iterations.value)
 
     assert alone(program, 1) == ([[1.0]], 0)
+
+
+@pytest.mark.parametrize("make", [one_weight, keras.optimizers.SGD], ids=["model", "optimizer"])
+def test_an_object_of_keras_among_the_arguments_is_refused_with_a_way_out(make):
+    with pytest.raises(TypeError, match="leave it out of the arguments, and use it in the function by its name"):
+        strategies.IPUStrategy(1).run(lambda x, thing: x, args=[np.float32(1), make()])
+
+
+def test_the_layer_that_marks_values_has_the_name_of_the_original():
+    assert importlib.import_module("popdist.compat.ipu.keras.layers").RecomputationCheckpoint()(np.ones(2)).shape == (
+        2,
+    )

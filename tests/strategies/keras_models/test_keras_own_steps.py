@@ -197,10 +197,13 @@ def test_an_own_train_step_takes_single_batches_and_callbacks(in_scopes):
     assert in_scopes(2, program) == [one] * 2
 
 
+def by_hand(self, state, data):
+    logs, (trainable, *others) = OfTheGuide.train_step(self, state, data)
+    return logs, ([value - 0.1 * data[1].mean() for value in trainable], *others)
+
+
 class ByHand(OfTheGuide):
-    def train_step(self, state, data):
-        logs, (trainable, *others) = super().train_step(state, data)
-        return logs, ([value - 0.1 * data[1].mean() for value in trainable], *others)
+    train_step = by_hand
 
 
 class ForTensorFlow(keras.Sequential):
@@ -211,6 +214,34 @@ class ForTensorFlow(keras.Sequential):
 def test_a_step_that_changes_variables_by_the_rows_of_a_replica_is_refused(alone):
     with pytest.raises(StrategyError, match=r"train_step computes '.*kernel' from the rows .* use stateless_apply"):
         alone(lambda strategy: trained(lambda: of_the_guide(ByHand)))
+
+
+def test_batches_of_another_size_get_the_step_that_was_looked_at(in_scopes):
+    """Another step of the class, which would be refused, is for the next `compile`."""
+
+    def program(strategy):
+        class Own(OfTheGuide):
+            pass
+
+        model, data = of_the_guide(Own)[0], (X[:16], TARGETS[:16])
+        model.fit(*data, **FIT)
+        Own.train_step = by_hand
+        model.fit(*data, **FIT | {"batch_size": 2})
+        return bits_of(model)
+
+    [one] = in_scopes(1, program)
+    assert in_scopes(2, program) == [one] * 2
+
+
+def test_a_step_of_one_model_is_refused_beside_an_own_step_of_its_class(alone):
+    def program(strategy):
+        model, data = of_the_guide()
+        model.fit(*data, **FIT)
+        model.train_step = lambda state, data: ({}, state)
+        model.fit(*data, **FIT | {"batch_size": 2})
+
+    with pytest.raises(RuntimeError, match="overrides train_step.*give a class of models its own train_step"):
+        alone(program)
 
 
 def test_a_step_that_is_written_for_another_backend_is_refused(alone):

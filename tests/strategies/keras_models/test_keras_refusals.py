@@ -120,6 +120,12 @@ def own(kind):
     return model
 
 
+def own_attribute(name):
+    model = regression()
+    setattr(model, name, lambda *arguments, **named: pytest.fail(f"{name} was called"))
+    return model
+
+
 def recurrent(wrap=lambda layer: layer):
     layers = [keras.Input(batch_shape=(4, 3, 2)), wrap(keras.layers.SimpleRNN(1, stateful=True))]
     keras.Sequential(layers).predict(X.reshape(-1, 3, 2), verbose=0)
@@ -128,6 +134,19 @@ def recurrent(wrap=lambda layer: layer):
 OF_ROWS = "is stateful and keeps a state for each row .* stateful=False"
 REFUSED = {
     "an own test_step": (lambda: own(OwnStep).evaluate(X), "overrides test_step.*override compute_loss"),
+    "an own test_step, in fit": (
+        lambda: own(OwnStep).fit(X, validation_data=X),
+        "overrides test_step.*override compute_loss",
+    ),
+    "an own test_step, in a part of fit": (
+        lambda: own(OwnStep).fit(X, validation_split=0.5),
+        "overrides test_step.*override compute_loss",
+    ),
+    "a train_step of one model": (
+        lambda: own_attribute("train_step").fit(X),
+        "model '.*' overrides train_step.*give a class of models its own",
+    ),
+    "a test_step of one model": (lambda: own_attribute("test_step").evaluate(X), "model '.*' overrides test_step"),
     "an own function, in fit": (lambda: own(OwnFunction).fit(X), "overrides make_predict_fun.*override compute_loss"),
     "an own function, in predict": (lambda: own(OwnFunction).predict(X), "overrides make.*override compute_loss"),
     "eagerly": (lambda: regression(run_eagerly=True).fit(X, TARGETS), "run_eagerly is True"),
@@ -183,10 +202,10 @@ def test_instances_that_see_different_data_are_refused(in_scopes):
 def test_other_versions_and_backends_are_refused(monkeypatch):
     monkeypatch.setattr(keras, "__version__", "3.99.0")
     with pytest.raises(StrategyError, match=r"this is Keras 3\.99\.0, .* tried with 3\.15"):
-        hook.refuse_other_keras()
+        hook.check_keras_version()
     monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
     with pytest.raises(StrategyError, match="Keras runs on torch.*KERAS_BACKEND=jax"):
-        hook.refuse_other_keras()
+        hook.check_keras_version()
 
 
 @pytest.mark.complete

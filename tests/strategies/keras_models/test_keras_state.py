@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from strategies.jax.gradients.model_state import ALIKE, CONSTANT, FIRST, MEAN
-from strategies.keras.state import Seeds, words_of
+from strategies.keras.state import Seeds, reductions_of
 
 SEEDS = Seeds((True, False))
 VALUES = [jnp.array([3, 7], jnp.uint32), jnp.float32(5)]
@@ -41,4 +41,4 @@ def test_replicas_agree_on_a_variable_by_its_aggregation():
     mean, count = keras.Variable(0.0, trainable=False), keras.Variable(0, trainable=False, dtype="int32")
     variables = [first, mean, count, mean, count]
     flags, changed = [False] * 4 + [True], [True] * 3 + [False, True]
-    assert words_of(variables, flags, changed) == [FIRST, MEAN, FIRST, CONSTANT, ALIKE]
+    assert reductions_of(variables, flags, changed) == [FIRST, MEAN, FIRST, CONSTANT, ALIKE]

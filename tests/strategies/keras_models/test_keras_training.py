@@ -29,8 +29,8 @@ import strategies
 from collectives.backends.thread import run_on_threads
 from collectives.instruments import Instruments
 from popdist import Instance
-from strategies.jax.updates.optimizers import AS_WRITTEN, Known
-from strategies.keras.agreement import VariableWatch
+from strategies.jax.updates.optimizers import AS_WRITTEN, StepFacts
+from strategies.keras.callbacks import VariableWatch
 from strategies.keras.optimizer import KerasOptimizer
 
 
@@ -339,7 +339,7 @@ def test_frozen_layers_stay_unchanged_and_do_not_travel(alone):
         model.compile("sgd", "mse")
         frozen = model.layers[0].get_weights()
         model.fit(X, TARGETS, batch_size=4, verbose=0)
-        words = model.train_function.function.words["variables"]
+        words = model.train_function.function.reductions["variables"]
         return [bool((a == b).all()) for a, b in zip(frozen, model.layers[0].get_weights(), strict=True)], words
 
     assert alone(program) == ([True, True], ["constant", "constant"])
@@ -353,6 +353,6 @@ def test_constraints_and_decay_of_a_variable_hold_for_its_parts():
     optimizer.exclude_from_weight_decay(var_list=[bias])
     optimizer.build([kernel, bias])
     state, parts = [variable.value for variable in optimizer.variables], [jnp.ones(2), jnp.ones(1)]
-    gradients, known = [jnp.array([0.0, 4.0]), jnp.array([4.0])], Known(jnp.float32(0), jnp.float32(0))
+    gradients, known = [jnp.array([0.0, 4.0]), jnp.array([4.0])], StepFacts(jnp.float32(0), jnp.float32(0))
     new, _ = KerasOptimizer(optimizer).apply(gradients, state, parts, known, AS_WRITTEN)
     assert [each.tolist() for each in new] == [[0.75, 0.0], [-1.0]]

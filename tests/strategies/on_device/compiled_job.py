@@ -16,7 +16,7 @@ from collectives.plans.spread import Spread
 from collectives.reduction import Reduction
 from collectives.tree import TreeNode
 from popdist.instance import replica_blocks
-from strategies.jax.on_device.compiled_path import CompiledPath
+from strategies.jax.on_device.paths import CompiledPath
 from strategies.jax.replicas.processes import RuntimeState, connect_processes, runtime_state
 
 DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))

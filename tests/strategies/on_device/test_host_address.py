@@ -2,7 +2,7 @@
 
 import socket
 
-from strategies.exchange.host_address import own_address_towards
+from strategies.exchange.window_path import own_address_towards
 
 
 def test_a_machine_reaches_itself_through_loopback():

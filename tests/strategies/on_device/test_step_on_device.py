@@ -14,9 +14,8 @@ import strategies
 from collectives.arrays import aligned_empty
 from strategies.defaults import Defaults
 from strategies.errors import StrategyError
-from strategies.jax.on_device.arithmetic import JaxArithmetic
-from strategies.jax.on_device.queue import MOST, StepQueue
-from strategies.jax.on_device.scaling import scale_after
+from strategies.jax.on_device.paths import JaxArithmetic
+from strategies.jax.on_device.step import MOST_STEPS, StepQueue, scale_after
 from strategies.loss_scaling import LossScaling
 
 ROWS, INPUTS, HIDDEN, CLASSES = 96, 16, 512, 4
@@ -201,12 +200,12 @@ class Unfinished:
 def test_a_failure_on_the_device_names_its_step():
     queue = StepQueue()
     queue.add(6, jnp.zeros(()))
-    for step in range(7, 6 + MOST):
+    for step in range(7, 6 + MOST_STEPS):
         queue.await_room()
         queue.add(step, Unfinished())
     queue.await_room()
-    queue.add(6 + MOST, Unfinished())
-    words = f"step 7 has failed on the device, and step {6 + MOST} was the last one begun: no such number"
+    queue.add(6 + MOST_STEPS, Unfinished())
+    words = f"step 7 has failed on the device, and step {6 + MOST_STEPS} was the last one begun: no such number"
     with pytest.raises(StrategyError, match=words):
         queue.await_room()
     queue.await_room()  # later steps have failed with it
@@ -223,7 +222,7 @@ def test_an_interrupt_while_steps_are_queued_leaves_the_state():
     trainer = strategies.Trainer(on("compiled", 1), loss_fn, optax.sgd(0.1))
     batch = {name: array[:4] for name, array in rows().items()}
     state, _ = trainer.step(trainer.init(variables()), batch)
-    for step in range(MOST):
+    for step in range(MOST_STEPS):
         trainer._engine._queue.add(step, Interrupted())
     with pytest.raises(KeyboardInterrupt):
         trainer.step(state, batch)
@@ -270,10 +269,9 @@ def test_device_memory_is_freed_with_the_trainer():
     assert metrics["loss"] > 0
 
 
-@pytest.mark.parametrize(("options", "reason"), [({"gradient_transfer_dtype": "int8"}, "gradients travel as int8")])
-def test_a_forced_device_refuses_options_that_need_the_host(options, reason):
-    with pytest.raises(ValueError, match=reason):
-        trained("compiled", 2, **options)
+def test_a_forced_device_refuses_options_that_need_the_host():
+    with pytest.raises(ValueError, match="replicas are pipelines"):
+        trained("compiled", 2, pipeline=strategies.Pipelining([0, 0]), gradient_accumulation_count=2)
 
 
 def test_a_forced_device_refuses_collectives_of_replicas():

@@ -37,7 +37,7 @@ def main(folder: str) -> None:
                 state, metrics = trainer.step(state, batch)
             checkpoints.save(state)
         found = [strategies.fingerprint(each.variables) for each in (state, checkpoints.restore(trainer.init(first)))]
-        print(strategy.replicas.exchange.word, *found, np.float32(metrics["loss"]).tobytes().hex(), flush=True)
+        print(strategy.replicas.exchange.path_name, *found, np.float32(metrics["loss"]).tobytes().hex(), flush=True)
 
 
 def loss(variables, batch, key):

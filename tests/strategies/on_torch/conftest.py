@@ -46,6 +46,25 @@ def process_state():
 
 
 @pytest.fixture(autouse=True)
+def loaders_begin_alone(monkeypatch):
+    """Let loaders of PyTorch begin while no replica of another instance computes or draws.
+
+    A loader that begins draws a seed from PyTorch's generator, which instances on threads share.
+    """
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    from strategies.data.randomness import of_program
+
+    begin = _BaseDataLoaderIter.__init__
+
+    def begin_alone(iterator, loader):
+        with of_program.drawing():
+            begin(iterator, loader)
+
+    monkeypatch.setattr(_BaseDataLoaderIter, "__init__", begin_alone)
+
+
+@pytest.fixture(autouse=True)
 def closed_trainers(process_state):
     """Close the trainers of `sgd_trainer` after each test."""
     from torch_modules import close_trainers

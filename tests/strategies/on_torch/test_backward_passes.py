@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from strategies.exchange.transfer import GradientTransfer
-from strategies.torch.distributed_model.backward_passes import BackwardPasses, ModelPass, is_nested
+from strategies.exchange.flat import GradientTransfer
+from strategies.torch.distributed_model.passes import BackwardPasses, ModelPass, is_nested
 from strategies.torch.exchange.plan import Parameter, TorchGradientPlan
 
 LARGE = Parameter("large", (1 << 20,), np.dtype(np.float32))
@@ -31,7 +31,7 @@ class Recording:
             if number not in round_.taken:
                 round_.take(number)
 
-    def conclude(self, round_):
+    def conclude(self):
         self.log.append(f"{self.name} ends")
 
     def ended_without_gradients(self):
@@ -50,15 +50,15 @@ def test_buckets_of_a_later_model_leave_after_those_of_the_first_model(first_tak
     log, passes = [], BackwardPasses()
 
     def within():
-        running = passes.enter()
-        first, second = (ModelPass(Recording(name, log), PLAN, running.tasks) for name in "ab")
-        running.passes += [first, second]
+        passes.enter()
+        first, second = (ModelPass(Recording(name, log), PLAN, passes.tasks) for name in "ab")
+        passes.running += [first, second]
         for number in (2, 1, 0):
             second.take(number)
-            passes.begin_ready()
+            passes.begin_ready(passes.running)
         for number in first_takes:
             first.take(number)
-            passes.begin_ready()
+            passes.begin_ready(passes.running)
 
     backward(within)
     assert log == ["a0", "a1", "b0", "b1", "a ends", "b ends"]
@@ -69,9 +69,9 @@ def test_a_model_reached_without_gradients_is_notified():
     one, other = Recording("one", log), Recording("other", log)
 
     def within():
-        running = passes.enter()
-        running.reached += [one, other]
-        running.passes.append(ModelPass(other, PLAN, running.tasks))
+        passes.enter()
+        passes.reached += [one, other]
+        passes.running.append(ModelPass(other, PLAN, passes.tasks))
 
     backward(within)
     assert log == ["one has none", "other0", "other1", "other ends"]
@@ -81,13 +81,19 @@ def test_a_pass_that_fails_is_forgotten():
     passes = BackwardPasses()
 
     def fail():
-        passes.enter().tasks.add(-7)
+        passes.enter()
+        passes.tasks.add(-7)
         raise ArithmeticError
 
     with pytest.raises(ArithmeticError):
         backward(fail)
     tasks = []
-    backward(lambda: tasks.extend(passes.enter().tasks))
+
+    def enter():
+        passes.enter()
+        tasks.extend(passes.tasks)
+
+    backward(enter)
     assert -7 not in tasks
 
 

@@ -9,8 +9,7 @@ import torch
 from collectives.arrays import bfloat16
 from collectives.reduction import Reduction
 from collectives.tree import TreeNode, subtrees
-from strategies.torch.exchange.arithmetic import TorchArithmetic, divide
-from strategies.torch.tensors import as_array, as_tensor
+from strategies.torch.tensors import TorchArithmetic, as_array, as_tensor, divide
 
 DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), bfloat16]
 BITS = {2: np.uint16, 4: np.uint32, 8: np.uint64}

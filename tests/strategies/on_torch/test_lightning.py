@@ -35,8 +35,8 @@ import strategies.torch
 from collectives import CollectiveError
 from strategies import DisagreementError, StrategyError
 from strategies.torch.lightning import PopDistLightningStrategy
-from strategies.torch.lightning.loader import Deal
-from strategies.torch.replicas.attributes import Attributes
+from strategies.torch.lightning.loader import ShardingRule
+from strategies.torch.replicas.state import Attributes
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::RuntimeWarning"
@@ -731,24 +731,24 @@ def test_data_that_cannot_be_dealt_is_refused(made, match):
 
 def test_replicas_share_every_row_of_an_evaluation_once():
     for length in (1, 5, 12, 26, 48):
-        deal = Deal(length, 3, 4, is_training=False, drops=False)
-        read = [place for step in range(deal.steps) for one in range(4) for place in deal.positions(step, one)]
+        rule = ShardingRule(length, 3, 4, is_training=False, drops=False)
+        read = [place for step in range(rule.steps) for one in range(4) for place in rule.positions(step, one)]
         assert read == list(range(length))
-        assert [deal.is_whole(step) for step in range(deal.steps)] == [
-            all(deal.positions(step, one) for one in range(4)) for step in range(deal.steps)
+        assert [rule.is_whole(step) for step in range(rule.steps)] == [
+            all(rule.positions(step, one) for one in range(4)) for step in range(rule.steps)
         ]
 
 
 def test_replicas_get_equally_many_rows_in_training():
     for length in (1, 5, 12, 26, 48):
-        deal = Deal(length, 3, 4, is_training=True, drops=False)
-        for step in range(deal.steps):
-            parts = [deal.positions(step, one) for one in range(4)]
+        rule = ShardingRule(length, 3, 4, is_training=True, drops=False)
+        for step in range(rule.steps):
+            parts = [rule.positions(step, one) for one in range(4)]
             assert len({len(one) for one in parts}) == 1
-        read = [place for step in range(deal.steps) for one in range(4) for place in deal.positions(step, one)]
+        read = [place for step in range(rule.steps) for one in range(4) for place in rule.positions(step, one)]
         assert set(read) == set(range(length))
         assert len(read) < length + 4
-        assert Deal(length, 3, 4, is_training=True, drops=True).steps == length // 12
+        assert ShardingRule(length, 3, 4, is_training=True, drops=True).steps == length // 12
 
 
 # ---- what is refused

@@ -172,3 +172,34 @@ def test_bits_do_not_depend_on_the_instances(options, everywhere):
         return bits([*own.parameters(), *(one.grad for one in own.parameters())])
 
     assert len(set(everywhere(4, train))) == 1
+
+
+# ---- gradients in one memory
+
+
+class OfTwo(nn.Module):
+    """A module with two parameters to whose gradients autograd gives one memory."""
+
+    def __init__(self, rows, is_apart=False):
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.zeros(rows, 4)), nn.Parameter(torch.ones(rows, 4))
+        self.is_apart = is_apart
+
+    def forward(self, x):
+        weight = (self.one + self.other)[None] if self.is_apart else self.one[None] + self.other[None]
+        return x @ weight[0].t()
+
+
+@pytest.mark.parametrize(("rows", "streams"), [(70_000, False), (300_000, True)])
+def test_gradients_in_one_memory_have_their_own_means(rows, streams):
+    """Large ones lie alone in a bucket, and leave while the backward pass runs if they stream."""
+
+    def trained(is_apart):
+        module = OfTwo(rows, is_apart)
+        trainer = sgd_trainer(2 * REPLICAS, module, square, stream_gradients=streams)
+        for step in range(2):
+            trainer.step(data()["x"][8 * step : 8 * step + 8].flatten(1)[:, :4])
+        trainer.close()
+        return bits(module.parameters())
+
+    assert trained(is_apart=False) == trained(is_apart=True)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
+import threading
 
 import pytest
 import torch
 from torch import nn
 
 import strategies.torch.poptorch as poptorch
-from popdist.timeline.asked import FOLDER_VARIABLE
 from strategies import StrategyError
-from strategies.compat.poptorch import without_effect
-from strategies.compat.poptorch.profiling import close_recordings, tell_too_late
+from strategies.compat.poptorch import names
+from strategies.compat.poptorch.options import TABLE
+from strategies.data.randomness import kept_generators, seed_for
 
 
 class Line(nn.Module):
@@ -170,46 +170,69 @@ class TestStages:
             poptorch.trainingModel(model, options)(torch.ones(4, 3))
 
 
-class TestRecordings:
-    @pytest.fixture(autouse=True)
-    def end_with_the_test(self):
-        yield
-        close_recordings()
+class TestNamesThatWereLeftOut:
+    """Names of PopVision, of files of options and of whole models: the error or the log says what to use."""
 
-    def test_enabling_profiling_records_a_timeline(self, model, tmp_path, caplog):
-        options = poptorch.Options().enableProfiling(tmp_path)
-        poptorch.trainingModel(model, options)(torch.ones(4, 3))
-        assert f"open it with: poprun timeline report {tmp_path}" in caplog.text
-        assert (tmp_path / "instance-0.timeline").exists()
-        kinds = [type(each).__name__ for each in options.strategy.replicas.instruments.attached]
-        assert "Recorder" in kinds
-        again = poptorch.Options().enableProfiling(tmp_path).replicationFactor(2)
-        assert again.strategy.replicas.instruments.attached == options.strategy.replicas.instruments.attached
+    @pytest.mark.parametrize(
+        ("ask", "way_out"),
+        [
+            (lambda model: model.save("model"), r"torch\.save, or the training with strategies\.Checkpoints"),
+            (lambda model: model.compileAndExport("model", torch.ones(1, 3)), r"save model\.state_dict\(\)"),
+            (lambda model: model.getLatency(), r"time\.perf_counter, or start the program with poprun --timeline"),
+            (lambda model: model.getPerfCounters(), r"poprun --timeline FILE"),
+            (lambda model: poptorch.load("model", edit_opts_fn=print), "load its state_dict"),
+            (lambda model: model.options.loadFromFile("options"), "call the options of its lines in the program"),
+        ],
+    )
+    def test_calls_are_refused_with_the_way_out(self, ask, way_out, model):
+        with pytest.raises(poptorch.Error, match=way_out):
+            ask(poptorch.inferenceModel(model))
 
-    def test_popvision_variables_record_a_timeline(self, tmp_path, monkeypatch):
-        monkeypatch.setenv(
-            "POPLAR_ENGINE_OPTIONS", f'{{"autoReport.all": "true", "autoReport.directory": "{tmp_path}"}}'
+    def test_the_log_says_how_to_record_steps(self, monkeypatch, caplog):
+        names.log_once.cache_clear()
+        monkeypatch.setenv("POPLAR_ENGINE_OPTIONS", '{"autoReport.all": "true"}')
+        poptorch.Options().enableProfiling("reports")
+        for what in ("POPLAR_ENGINE_OPTIONS", "Options.enableProfiling"):
+            assert f"{what} has no effect here: start the program with poprun --timeline FILE" in caplog.text
+
+
+class TestJson:
+    def test_json_sets_options(self):
+        options = poptorch.Options().from_json(
+            '{"Training.gradientAccumulation": 4, "outputMode": "OutputMode.All", "_Popart.set": ["x", 1], '
+            '"modelName": "resnet.50"}'
         )
-        _ = poptorch.Options().enableProfiling("elsewhere").strategy
-        assert (tmp_path / "instance-0.timeline").exists()
+        assert options.Training.gradient_accumulation == 4
+        assert options.output_mode is poptorch.OutputMode.All
+        assert options.toDict()["modelName"] == "resnet.50"
 
-    @pytest.mark.parametrize("value", ["{", "[1]", "[" * 10000])
-    def test_malformed_engine_options_are_refused(self, value, monkeypatch):
-        monkeypatch.setenv("POPLAR_ENGINE_OPTIONS", value)
-        with pytest.raises(poptorch.ConfigFileError, match=r"POPLAR_ENGINE_OPTIONS is not .*JSON"):
-            _ = poptorch.Options().strategy
+    @pytest.mark.parametrize(
+        "string",
+        ['{"__class__": 1}', '{"Training.__init__.__globals__.get": "x"}', '{"clone": 1}', "[1]", "{", "[" * 5000],
+    )
+    def test_other_json_is_refused(self, string):
+        with pytest.raises(poptorch.ConfigFileError, match="is not JSON of options: "):
+            poptorch.Options().from_json(string)
 
-    def test_profiling_enabled_after_connecting_is_logged_as_too_late(self, monkeypatch, caplog):
-        monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
-        tell_too_late()
-        assert "enableProfiling has no effect after the instances were connected; start" in caplog.text
 
-    @pytest.mark.complete
-    def test_engine_options_of_a_job_apply_before_connecting(self, tmp_path, in_new_process):
-        said = json.dumps({"autoReport.directory": str(tmp_path)})
-        program = "import popdist.poptorch; popdist.poptorch.Options().enableProfiling('elsewhere')"
-        in_new_process(program, POPLAR_ENGINE_OPTIONS=said)
-        assert [each.name for each in tmp_path.iterdir()] == ["instance-0.timeline"]
+class TestPrint:
+    def test_every_option_is_printed_with_its_value_and_effect(self):
+        options = poptorch.Options().deviceIterations(4).outputMode(poptorch.OutputMode.EveryN, 2).useIpuModel(True)
+        options.Training.gradientAccumulation(8)
+        options._Popart.set("autoRecomputation", 3)
+        printed = str(options).splitlines()
+        for group, rows in TABLE.items():
+            if not group.startswith(("Popdist", "TensorLocationSettings")):
+                assert f"{group}:" in printed
+                for name in rows:
+                    assert any(line.strip().startswith(f"{name} ") for line in printed), name
+        assert "  deviceIterations = 4  # number of updates in a call" in printed
+        assert "  outputMode = ('EveryN', 2)  # micro-batches whose outputs a call returns" in printed
+        assert "  randomSeed = 0  # seed of random numbers and of shuffling" in printed
+        assert "  useIpuModel = True  # no effect: replicas run on the cores of this machine" in printed
+        assert "  gradientAccumulation = 8  # number of micro-batches in an update" in printed
+        assert "  autoRecomputation = 3" in printed
+        assert any(line.startswith("  loadFromFile is refused: ") for line in printed)
 
 
 class TestCompilers:
@@ -266,7 +289,7 @@ class TestCompilers:
     ],
 )
 def test_options_without_an_effect_are_logged_once(call, said, caplog):
-    without_effect.tell_once.cache_clear()
+    names.log_once.cache_clear()
     caplog.set_level(logging.INFO, "strategies.torch.poptorch")
     call()
     call()
@@ -289,6 +312,7 @@ class TestNames:
         [
             ("trainingmodel", "did you mean trainingModel?"),
             ("experimental", "inferenceModel"),
+            ("profiling", "torch.profiler.record_function"),
             ("zebra", "docs: torch"),
         ],
     )
@@ -331,12 +355,12 @@ class TestNames:
     def test_dir_lists_names_without_an_effect(self):
         options, model = poptorch.Options(), poptorch.inferenceModel(nn.Linear(1, 1))
         assert {"useIpuModel", "deviceIterations"} <= set(dir(options))
-        assert {"copyWeightsToHost", "save"} <= set(dir(model))
+        assert {"copyWeightsToHost", "setOptimizer"} <= set(dir(model))
 
     def test_functions_without_an_effect_take_the_arguments_of_poptorch(self):
         options = poptorch.Options()
         assert options.useOfflineIpuTarget(ipu_version=21).useIpuModel(True) is options
-        with pytest.raises(TypeError, match=r"Options\.useIpuModel\(\) missing .* argument: 'use_model'"):
+        with pytest.raises(TypeError, match=r"Options\.useIpuModel\(\) takes one argument, 'use_model'"):
             options.useIpuModel()
         with pytest.raises(AttributeError, match="MultiConv has no planTypes; it has availableMemoryProp"):
             poptorch.MultiConv().planTypes(1)
@@ -344,16 +368,19 @@ class TestNames:
     def test_the_version_is_that_of_the_described_poptorch(self):
         assert poptorch.__version__.split(".")[0] == "3"
 
-    def test_profiling_channels_make_spans_for_a_profiler(self):
-        class Source:
-            def read(self, count):
-                return count
 
-        channel = poptorch.profiling.Channel("data")
-        source = channel.instrument(Source(), "read")
-        with torch.profiler.profile() as profile, channel.tracepoint("epoch"):
-            assert source.read(3) == 3
-        assert {"data.read", "data.epoch"} <= {event.key for event in profile.key_averages()}
+class TestSeeds:
+    def test_a_seed_for_pytorch_waits_until_a_thread_has_read_its_element(self):
+        with kept_generators():  # as a thread that reads ahead
+            seed_for(7, 0, 0)
+            seeding = threading.Thread(target=poptorch.Options().randomSeed, args=(3,))
+            seeding.start()
+            seeding.join(0.2)
+            drawn = torch.rand(2)
+        seeding.join()
+        assert torch.initial_seed() == 3
+        seed_for(7, 0, 0)
+        assert torch.equal(torch.rand(2), drawn)
 
 
 class TestSamplers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import sys
 import threading
 
 import numpy as np
@@ -16,8 +17,8 @@ import strategies.torch
 from strategies.compat import poptorch
 from strategies.data.datasets import DistributedDataset
 from strategies.data.iterators import prefetched
-from strategies.torch.collated import CollatedSource
-from strategies.torch.tensors import tensors_of
+from strategies.data.randomness import DrawWatch, lay, lifted
+from strategies.torch.data import CollatedSource
 
 ROWS, BATCH = 24, 2
 NO_TENSORS = {"collate_fn": list}  # a worker that ends just after it has sent a tensor may leave a folder of its own
@@ -136,7 +137,7 @@ def masked(elements):
 
 def test_a_collation_draws_the_same_on_any_number_of_instances():
     def masks(local):
-        source = CollatedSource(Rows(of_none), masked, tensors_of)
+        source = CollatedSource(Rows(of_none), masked)
         dataset = DistributedDataset(source, batch_size=BATCH, total_replicas=4, local_replicas=local)
         return [[part["mask"].tolist() for part in batch.parts] for batch in dataset.epoch(0)]
 
@@ -230,3 +231,26 @@ def test_a_thread_that_reads_ahead_draws_the_numbers_of_the_program_while_no_rep
     np.random.seed(1)
     assert losses(prefetched(drawn(), 2)) == expected
     assert met == []
+
+
+def test_states_can_be_compared_while_another_thread_takes_them_away():
+    """NumPy's generator is another one for an instant, whose state cannot be read."""
+    before = sys.getswitchinterval()
+    is_over = threading.Event()
+
+    def take_away():
+        while not is_over.is_set():
+            lay(lifted())
+
+    thread = threading.Thread(target=take_away)
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(300):
+            watch = DrawWatch()
+            watch.begin()
+            watch.look()
+    finally:
+        is_over.set()
+        thread.join()
+        sys.setswitchinterval(before)

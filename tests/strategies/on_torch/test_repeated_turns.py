@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -12,10 +10,10 @@ from torch_modules import distributed, sgd_trainer
 
 import strategies
 from strategies import StrategyError
-from strategies.exchange.transfer import GradientTransfer
-from strategies.torch.exchange.host import Contribution
+from strategies.exchange.flat import GradientTransfer, private_memory
+from strategies.torch.exchange.host import HostExchange
 from strategies.torch.exchange.plan import BUCKET_BYTES, Parameter, TorchGradientPlan
-from strategies.torch.replicas.steps import LeavingGradients
+from strategies.torch.replicas.steps import StreamedGradients
 
 
 def steps(strategy, loss, module=None, count=1, **options):
@@ -43,6 +41,29 @@ def test_the_loss_function_is_called_once_more_in_some_steps_of_several_replicas
         trainer.step(torch.ones(2 * replicas, 2))
         found.append(len(calls))
     assert found == expected
+
+
+def test_steps_after_a_restore_are_repeated_as_the_first_ones(tmp_path):
+    calls = []
+
+    def loss(module, batch):
+        calls.append(0)
+        return module(batch).mean()
+
+    trainer = sgd_trainer(2, nn.Linear(2, 1), loss)
+    with strategies.Checkpoints(tmp_path, trainer) as checkpoints:
+        for _ in range(10):
+            trainer.step(torch.ones(4, 2))
+            if trainer.steps_made == 1:
+                checkpoints.save(trainer.state)
+                checkpoints.wait()
+        trainer.restore(checkpoints)
+    found = []
+    for _ in range(5):
+        calls.clear()
+        trainer.step(torch.ones(4, 2))
+        found.append(len(calls))
+    assert (trainer.steps_made, found) == (6, [3, 3, 2, 3, 2])
 
 
 def test_all_instances_raise_a_difference(on_instances):
@@ -159,15 +180,19 @@ def test_writes_to_trained_parameters_are_refused(through_data, count):
 ROWS = BUCKET_BYTES // 4  # of one float32 each
 
 
+def exchange_of_one(plan):
+    """Return the exchange of one of two replicas."""
+    return HostExchange(plan, (), None, 2, [{}], private_memory)
+
+
 def test_a_bucket_is_ready_after_its_last_gradient():
     """The backward pass computes the gradients from the last parameter to the first; the last bucket has a tail."""
     parameters = [nn.Parameter(torch.ones(size)) for size in (3, ROWS - 1, 1)]
     described = tuple(Parameter.of(f"p{number}", one) for number, one in enumerate(parameters))
     plan = TorchGradientPlan(described, GradientTransfer(), streams=True, tail=5)
     assert plan.members == ((2, 1), (0,))
-    own, ready, looks = Contribution(plan), [], []
-    exchange = SimpleNamespace(plan=plan, take=lambda number, gradient, place: own.take(number, gradient))
-    leaving = LeavingGradients(exchange, 0, ready.append, lambda bucket: None)
+    exchange, ready, looks = exchange_of_one(plan), [], []
+    leaving = StreamedGradients(exchange, 0, ready.append, lambda bucket: None)
     first, second, third = parameters
     hidden = first.sum()
     hidden.register_hook(lambda _: looks.append([*ready]))
@@ -180,7 +205,7 @@ def test_a_bucket_is_ready_after_its_last_gradient():
     assert looks == [[], [0]]
     assert ready == [0]
     assert leaving.seen == [True] * 3
-    assert sum(array.size for array in own.arrays(0)) == ROWS
+    assert sum(array.size for [array] in exchange.buffers(0)) == ROWS
     assert all(one.grad is None for one in parameters), "the memory of gradients that have left is free"
 
 
@@ -188,10 +213,10 @@ def test_a_parameter_without_a_gradient_adds_no_old_gradient():
     """Another replica may have a gradient, so the buffer travels; the parameter is alone in it or has a neighbour."""
     for shapes in ([(3,)], [(3,), (2,)]):
         parameters = tuple(Parameter(f"p{n}", shape, np.dtype(np.float32)) for n, shape in enumerate(shapes))
-        contribution = Contribution(TorchGradientPlan(parameters, GradientTransfer(), streams=False, tail=0))
+        exchange = exchange_of_one(TorchGradientPlan(parameters, GradientTransfer(), streams=False, tail=0))
         for gradients in ([torch.ones(shape)[:] for shape in shapes], [None] * len(shapes)):
-            contribution.take_all(gradients)
-            found = sum(array.sum() for array in contribution.arrays(0))
+            exchange.take_all(gradients)
+            found = sum(array.sum() for [array] in exchange.buffers(0))
         assert found == 0
 
 

@@ -16,9 +16,9 @@ import strategies.torch
 import strategies.torch.poptorch as poptorch
 from strategies import StrategyError
 from strategies.defaults import Defaults
-from strategies.torch.device import HOST, ReplicaMemory, as_device, chosen, count_of
 from strategies.torch.options import TorchOptions
 from strategies.torch.replicas.generators import drawing_from
+from strategies.torch.tensors import HOST, ReplicaMemory, as_device, chosen, count_of
 from strategies.torch.training import move, move_state
 
 REPLICAS = 4
@@ -37,7 +37,7 @@ def trained(strategy, module, words=None, **options):
     found = dict(trainer.evaluate(testing))
     [*outputs] = trainer.predict(testing, lambda module, batch: module(batch["x"]))
     state = trainer.state
-    words.append(trainer._engine._path.word if trainer._engine._path else "host")
+    words.append(trainer._engine._path.path_name if trainer._engine._path else "host")
     trainer.close()
     return losses, found, *map(strategies.fingerprint, (outputs, dict(state.variables), state.model_state))
 
@@ -66,7 +66,6 @@ def test_a_device_has_the_same_bits_for_every_module(on_instances, name):
     "options",
     [
         {"gradient_accumulation_count": 2},
-        {"gradient_transfer_dtype": "int8"},
         {"gradient_transfer_dtype": "bfloat16", "compute_dtype": "bfloat16", "loss_scaling": "dynamic"},
         {"stream_gradients": True},
         {"replicated_optimizer_state_sharding": True},

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from strategies.torch.memory import keep_freed_memory
+from strategies.torch.tensors import keep_freed_memory
 
 PROGRAM = """
 import json, resource, statistics, sys

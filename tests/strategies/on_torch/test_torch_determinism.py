@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from strategies.jax.programs.determinism import WAY_OUT
-from strategies.torch.exchange import determinism
-from strategies.torch.exchange.determinism import use_deterministic_operations, way_out_of_refusals
+from strategies.jax.programs.xla_pitfalls import WAY_OUT
+from strategies.torch import tensors
+from strategies.torch.tensors import use_deterministic_operations, way_out_of_refusals
 
 
 @pytest.fixture(autouse=True)
@@ -13,7 +13,7 @@ def settings_of_torch():
     """Restore PyTorch's settings after the test."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled, benchmark = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark
-    determinism._warn_of_workspace.cache_clear()
+    tensors._warn_of_workspace.cache_clear()
     yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark = filled, benchmark

@@ -14,10 +14,10 @@ from torch_modules import data, loss_fn, sgd_trainer
 
 import strategies
 import strategies.torch
-from strategies import DisagreementError
+from strategies import DisagreementError, StrategyError
 from strategies.jax.replicas.devices import THREADS
-from strategies.torch.device import ReplicaMemory
-from strategies.torch.replicas.inference import InferenceTurns
+from strategies.torch.replicas.evaluation import InferenceTurns
+from strategies.torch.tensors import ReplicaMemory
 
 REPLICAS = 4
 ROWS = 43  # divisible by neither replicas nor batches
@@ -141,6 +141,23 @@ class TestRefusals:
 
         with pytest.raises(DisagreementError, match="closes over 1.0"):
             on_instances(2, 2, evaluate)
+
+
+def test_a_write_that_pytorch_does_not_count_is_found_after_calls_1_2_4_and_8():
+    """To compare the bits of all parameters after every call would take longer than the call."""
+    module, calls = nn.Linear(1, 1), []
+
+    def call(own, x):
+        calls.append(x)
+        if len(calls) > 4:
+            own.weight.data.add_(1)
+        return own(x)
+
+    turns = InferenceTurns(strategies.IPUStrategy(2).replicas, module, ReplicaMemory(), call, 0)
+    for number in range(3):
+        turns([[torch.ones(1), torch.ones(1)]], number)
+    with pytest.raises(StrategyError, match="weight was written"):
+        turns([[torch.ones(1), torch.ones(1)]], 3)
 
 
 def test_standing_replicas_follow_changes_of_the_program_between_calls():

@@ -23,7 +23,7 @@ def rows_of(strategy, train):
     with strategies.metrics.open(kept, strategy=strategy, norms_every=1, histograms_every=2):
         train(strategy)
     return [
-        (row.step, values, {name: each.told for name, each in row.distributions.items()})
+        (row.step, values, {name: each.as_json for name, each in row.distributions.items()})
         for row, values in zip(kept.rows, kept.values, strict=True)
     ]
 
@@ -114,5 +114,5 @@ def test_a_loop_without_sinks_looks_at_nothing(monkeypatch):
     def fail(*_):
         raise AssertionError
 
-    monkeypatch.setattr("strategies.torch.distributed_model.averaging.look", fail)
+    monkeypatch.setattr("strategies.torch.distributed_model.averaging.layer_statistics", fail)
     one_pass(strategies.IPUStrategy(1))

@@ -38,7 +38,7 @@ import strategies
 import strategies.torch
 from strategies import StrategyError
 from strategies.errors import WeightError, ZeroWeightError
-from strategies.torch.distributed_model.means import LoopMeans, received_means
+from strategies.torch.distributed_model.parts import MeanPassResult
 
 REPLICAS = 4
 
@@ -324,7 +324,7 @@ def test_a_stated_weight_serves_replicas_that_take_turns():
 def test_a_stated_weight_is_not_forgotten():
     module, model = distributed(strategies.IPUStrategy(1), Stating())
     batch = data()
-    with pytest.raises(StrategyError, match=r"stated .* call model\.weighted_backward\(loss\) in its place"):
+    with pytest.raises(StrategyError, match=r"stated .* call model\.weighted_backward\(loss\), not"):
         model(batch["x"], batch["y"]).backward()
     module.zero_grad()
     one, _ = (model(batch["x"], batch["y"]) for _ in range(2))
@@ -636,12 +636,11 @@ def test_an_optimizer_that_looks_at_the_loss_gets_the_weighted_mean(on_instances
 @pytest.mark.parametrize("weight", [None, 0.0, 2.5])
 def test_a_late_instance_hears_the_mean_weight(on_instances, weight):
     """So it raises as the others do, if all weights are 0."""
-    parameter = nn.Parameter(torch.ones(2))
-    means = LoopMeans(3.0, [torch.ones(2)], {}, weight)
+    means = MeanPassResult(3.0, [torch.ones(1, 2)], {}, weight)
 
     def run(strategy):
-        own = means if strategy.instance_index == 1 else None
-        return received_means(own, [("w", parameter)], {}, strategy.communicator, 1)
+        _, model = distributed(strategy, nn.Linear(2, 1, bias=False))
+        return model._averaging.parts.shared(means if strategy.instance_index == 1 else None, 1)
 
     for found in on_instances(2, 2, run):
         assert (found.loss, found.weight) == (3.0, weight)

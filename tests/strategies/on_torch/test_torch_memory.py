@@ -15,7 +15,6 @@ OPTIONS = {
     "streamed": {"stream_gradients": True},
     "sharded": {"replicated_optimizer_state_sharding": True},
     "of 16 bits": {"gradient_transfer_dtype": torch.bfloat16},
-    "of 8 bits": {"gradient_transfer_dtype": "int8"},
 }
 
 
@@ -31,15 +30,13 @@ def held_by(trainer, batch):
     buckets = range(len(exchange.plan.layouts))
     state = [value for of_one in trainer.optimizer.state.values() for value in of_one.values()]
     results = [array for bucket in exchange.buckets for array in bucket.results]
-    of_payload = exchange._means.of_payload
     return {
         "variables": sum(each.nbytes for each in trainer.module.parameters()),
         "optimizer state": sum(each.nbytes for each in state),
         "model state": sum(each.nbytes for each in trainer.module.buffers()),
-        "buffers at the beginning": sum(one.value.nbytes for one in local._state._kept.values()),
-        "residuals": sum(each.nbytes for of_run in trainer._training.residuals for each in of_run),
-        "gradients": sum(a.nbytes for own in local.exchange._contributions for n in buckets for a in own.arrays(n)),
-        "means": sum(a.nbytes for a in results) + (0 if of_payload is None else of_payload.nbytes),
+        "buffers at the beginning": sum(one.value.nbytes for one in local.state._kept.values()),
+        "gradients": sum(a.nbytes for n in buckets for of_buffer in local.exchange.buffers(n) for a in of_buffer),
+        "means": sum(a.nbytes for a in results),
         "batch": sum(leaf.nbytes for leaf in jax.tree.leaves(batch)),
     }
 

@@ -18,8 +18,7 @@ import strategies.torch
 import strategies.torch.poptorch as poptorch
 from strategies import StrategyError
 from strategies.compat.poptorch.options import Options
-from strategies.pipelines.schedules import schedule_named
-from strategies.pipelines.timetable import ActionKind, placed
+from strategies.pipelines.timetable import ActionKind, placed, schedule_named
 
 
 class Block(nn.Module):

@@ -105,8 +105,6 @@ def test_unsuitable_groups_are_refused():
         trained(strategy, ReplicaGroups(), 3)
     with pytest.raises(StrategyError, match="groups of 3; use a size that divides"):
         trained(strategy, ReplicaGroups(3), 3)
-    with pytest.raises(StrategyError, match="table has a row for each group of replicas, but int8 gradients"):
-        trained(strategy, ReplicaGroups(), 4, gradient_transfer_dtype="int8")
     module = new_grouped(1)
     group_replicas(module.table, ReplicaGroups())
     with pytest.raises(StrategyError, match=r"a DistributedModel is a single replica; use strategies\.torch\.Trainer"):

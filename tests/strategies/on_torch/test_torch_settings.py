@@ -67,7 +67,7 @@ def test_the_digest_depends_on_every_setting():
         optimizer = torch.optim.Adam(own.parameters(), 0.1)
         change(own, optimizer)
         settings, parameters = StepSettings(optimizer), list(own.parameters())
-        return [settings.word(step, parameters) for step in range(8)]
+        return [settings.settings_hash(step, parameters) for step in range(8)]
 
     changes = [
         lambda own, optimizer: None,
@@ -86,7 +86,7 @@ def test_the_digest_depends_on_every_setting():
 @pytest.mark.parametrize("replicas", [1, 3, 7, 255, 1024])
 def test_digests_of_replicas_differ_if_one_replica_differs(replicas):
     settings = StepSettings(torch.optim.SGD([torch.zeros(1)], 0.1))
-    words = [float(settings.word(step, [])) for step in range(9)]
+    words = [float(settings.settings_hash(step, [])) for step in range(9)]
     for word in words:
         mean = torch.tensor([[word, word * word]] * replicas).sum(0) / replicas
         assert not settings_differ(*mean.tolist())

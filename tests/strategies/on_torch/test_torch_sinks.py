@@ -10,7 +10,7 @@ from kept_rows import KeptRows
 import strategies
 from strategies import IPUStrategy, fingerprint
 from strategies.torch import Trainer
-from strategies.torch.layers import device_norms
+from strategies.torch.updates import device_norms
 
 ROWS = torch.arange(48, dtype=torch.float32).reshape(16, 3) / 16
 

@@ -206,3 +206,36 @@ def test_a_loop_reports_that_it_ends_with_a_lost_instance(module, caplog):
         run_instances(2, 2, train, ["kill:instance=1,step=2,phase=all_reduce"])
     assert sorted(steps) == [0, 0, 1, 1], "a step has all micro-batches until instances wait for each other"
     assert "can make that of a lost one (model.backward(loss_fn, batch) can): if an instance is lost" in caplog.text
+
+
+class Warming(nn.Module):
+    """A module that counts its calls in an attribute, as for a warm-up."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.calls = nn.Linear(4, 3), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.last(x) * min(1.0, self.calls / 8)
+
+
+@pytest.mark.parametrize("phase", ["forward", "all_reduce"])
+def test_an_attribute_counts_an_interrupted_step_once(phase):
+    first = Warming()
+
+    def counted(strategy):
+        module = copy.deepcopy(first)
+        optimizer = torch.optim.SGD(module.parameters(), 0.5)
+        trainer = strategies.torch.Trainer(
+            strategy, module, lambda module, batch: module(batch).square().mean(), optimizer
+        )
+        rows = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
+        for batch in strategies.torch.distribute_dataset(strategy, rows, batch_size=2).epoch(0):
+            trainer.step(batch)
+        calls = module.calls
+        trainer.close()
+        return calls, strategies.fingerprint([one.detach().numpy() for one in module.parameters()])
+
+    alone = counted(strategies.IPUStrategy(4))
+    assert run_instances(2, 4, counted, [f"kill:instance=1,step=2,phase={phase}"]) == [alone, None]

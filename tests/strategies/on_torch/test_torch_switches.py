@@ -56,15 +56,6 @@ def test_shuffle_of_samplers_is_true_or_false():
         strategies.torch.DistributedSampler(range(4), strategies.IPUStrategy(1), 1, shuffle="no")
 
 
-@pytest.mark.parametrize("name", ["export_model", "save_rng_state"])
-def test_options_of_saved_models_are_true_or_false(name, tmp_path):
-    model = poptorch.inferenceModel(torch.nn.Linear(1, 1))
-    for save in (model.save, lambda path, **named: model.compileAndExport(path, torch.ones(1, 1), **named)):
-        with pytest.raises(TypeError, match=f"^{name} is 'no'; it is True or False"):
-            save(tmp_path / "model", **{name: "no"})
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_mode_is_true_or_false():
     with pytest.raises(TypeError, match="^mode is 'no'; it is True or False"):
         poptorch.inferenceModel(torch.nn.Linear(1, 1)).train("no")

@@ -54,7 +54,7 @@ class TestBits:
             {"gradient_accumulation_count": 2, "reduction_method": "sum"},
             {"compute_dtype": "bfloat16", "loss_scaling": "dynamic"},
             {"stream_gradients": True},
-            {"gradient_transfer_dtype": "int8"},
+            {"gradient_transfer_dtype": "bfloat16"},
             *map(
                 also,
                 (
@@ -302,6 +302,36 @@ class TestTheModule:
         assert everywhere(REPLICAS, train) == [(True, None)] * 7
 
 
+class TestPartsOutsideOfTheModule:
+    def test_a_layer_that_is_taken_out_of_the_module_is_trained_no_more(self):
+        module = nn.Sequential(nn.Linear(4, 3))
+        removed, added = module[0], nn.Linear(4, 3)
+        trainer = sgd_trainer(2, module, lambda module, batch: module(batch).square().mean())
+        trainer.optimizer.add_param_group({"params": added.parameters()})
+        trainer.step(torch.ones(4, 4))
+        module[0], before = added, removed.weight.detach().clone()
+        for _ in range(2):
+            trainer.step(torch.ones(4, 4))
+        assert torch.equal(removed.weight, before)
+
+    def test_a_parameter_outside_of_the_module_is_refused_when_it_has_a_gradient(self):
+        module, factor = nn.Linear(4, 3), nn.Parameter(torch.ones(()))
+        trainer = sgd_trainer(2, module, lambda module, batch: (module(batch) * factor).square().mean())
+        trainer.optimizer.add_param_group({"params": [factor]})
+        with pytest.raises(ValueError, match="the optimizer has 1 parameters that do not belong to the module"):
+            trainer.step(torch.ones(4, 4))
+
+    def test_other_names_of_metrics_on_an_instance_are_refused(self, on_instances):
+        def program(strategy):
+            def loss(module, batch):
+                return module(batch).mean(), {"long" if strategy.instance_index else "short": torch.ones(())}
+
+            sgd_trainer(strategy, nn.Linear(4, 3), loss).step(torch.ones(2, 4))
+
+        with pytest.raises(DisagreementError, match="has metrics loss, .* instance 0 metrics loss, short"):
+            on_instances(2, 2, program)
+
+
 class TestLossScaling:
     def test_gradients_of_16_bits_are_divided_in_32(self):
         module = new_module("mlp")
@@ -354,9 +384,8 @@ class TestRefusals:
 
         module = new_module("mlp")
         before = module[1].weight.clone()
-        for dtype in (None, "int8"):
-            with pytest.raises(NonFiniteGradientError, match=r"1\.weight is not finite at step 0 .* \[1\]"):
-                one_step(module, loss, check_numerics=True, gradient_transfer_dtype=dtype)
+        with pytest.raises(NonFiniteGradientError, match=r"1\.weight is not finite at step 0 .* \[1\]"):
+            one_step(module, loss, check_numerics=True)
         assert torch.equal(module[1].weight, before)
 
     def test_values_that_are_no_loss(self):

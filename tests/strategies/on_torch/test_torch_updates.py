@@ -14,7 +14,7 @@ from torch_modules import data, sgd_trainer
 import strategies
 import strategies.torch
 from strategies import StrategyError
-from strategies.torch.updates import WholeTorchUpdate
+from strategies.torch.updates import TorchUpdate
 
 WAYS = [{}, {"replicated_optimizer_state_sharding": True}]
 CHANGES = ["unused", "frozen", "thawed", "replaced"]
@@ -153,7 +153,7 @@ def test_step_hooks_are_refused_if_the_state_is_sharded(register, is_early):
 
 def test_a_whole_update_takes_no_gradient_of_the_step_before():
     module = nn.Linear(2, 1)
-    update = WholeTorchUpdate(torch.optim.SGD(module.parameters(), 1.0))
+    update = TorchUpdate(strategies.IPUStrategy(1).replicas, torch.optim.SGD(module.parameters(), 1.0))
     update.apply([(one, torch.ones_like(one)) for one in module.parameters()])
     before = module.weight.detach().clone()
     update.apply([(module.weight, None), (module.bias, torch.ones(1))])

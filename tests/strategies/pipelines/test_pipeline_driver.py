@@ -5,9 +5,8 @@ import threading
 
 import pytest
 
-from strategies.pipelines.running.driver import AbandonedError, Course, Drive
-from strategies.pipelines.schedules import SCHEDULES
-from strategies.pipelines.timetable import ActionKind, StageAction, placed
+from strategies.pipelines.running.driver import AbandonedError, ScheduleGraph, ScheduleRunner
+from strategies.pipelines.timetable import SCHEDULES, ActionKind, StageAction, placed
 
 MAPPINGS = {
     "chain": [0, 1, 2, 3],
@@ -23,13 +22,13 @@ def timetables():
             yield pytest.param(schedule.timetable(placed(mapping), 8, True), id=f"{name}, {word}")
 
 
-def follow(drive, devices, perform, **options):
+def follow(runner, devices, perform, **options):
     """Return the errors of all drivers, each run in its own thread."""
     errors = [None] * devices
 
     def one(device):
         try:
-            drive.follow(device, perform, **options)
+            runner.follow(device, perform, **options)
         except BaseException as error:
             errors[device] = error
 
@@ -52,23 +51,23 @@ def test_an_action_begins_after_all_its_dependencies(timetable):
             assert not [one for one in timetable.dependencies(action) if parts[one]]
             parts[action] -= 1
 
-    drive = Drive(Course.of(timetable))
-    assert follow(drive, len(timetable.devices), perform) == [None] * len(timetable.devices)
+    runner = ScheduleRunner(ScheduleGraph.of(timetable))
+    assert follow(runner, len(timetable.devices), perform) == [None] * len(timetable.devices)
     assert not any(parts.values())
     for device, actions in enumerate(timetable.devices):
-        assert [span.action for span in drive.spans if span.device == device] == list(actions)
+        assert [span.action for span in runner.spans if span.device == device] == list(actions)
 
 
 def test_a_single_device_never_waits():
-    course = Course.of(SCHEDULES["grouped"].timetable(placed([0, 0]), 4, True))
-    assert not any(course.needs)
+    schedule_graph = ScheduleGraph.of(SCHEDULES["grouped"].timetable(placed([0, 0]), 4, True))
+    assert not any(schedule_graph.needs)
 
 
 def test_times_are_measured_by_the_clock_from_the_start():
     timetable = SCHEDULES["sequential"].timetable(placed([0, 0]), 1, False)
-    drive = Drive(Course.of(timetable), 10.0, itertools.count(11).__next__)
-    drive.follow(0, lambda device, action: None)
-    assert [(span.begin_s, span.end_s) for span in drive.spans] == [(1, 2), (3, 4)]
+    runner = ScheduleRunner(ScheduleGraph.of(timetable), 10.0, itertools.count(11).__next__)
+    runner.follow(0, lambda device, action: None)
+    assert [(span.begin_s, span.end_s) for span in runner.spans] == [(1, 2), (3, 4)]
 
 
 @pytest.mark.parametrize("timetable", list(timetables()))
@@ -79,7 +78,7 @@ def test_all_drivers_end_when_one_fails(timetable):
         if action == bad:
             raise ArithmeticError("no")
 
-    errors = follow(Drive(Course.of(timetable)), len(timetable.devices), perform)
+    errors = follow(ScheduleRunner(ScheduleGraph.of(timetable)), len(timetable.devices), perform)
     assert all(error is None or isinstance(error, ArithmeticError | AbandonedError) for error in errors)
     assert [type(errors[device]) for device in set(timetable.mapping[1])].count(ArithmeticError) >= 1
 
@@ -93,16 +92,16 @@ def test_waiting_drivers_end_on_give_up():
         stopped.wait(60)
 
     stopped = threading.Event()
-    drive = Drive(Course.of(timetable))
+    runner = ScheduleRunner(ScheduleGraph.of(timetable))
 
     def stop():
         begun.wait(60)
-        drive.give_up()
+        runner.give_up()
         stopped.set()
 
     stopper = threading.Thread(target=stop)
     stopper.start()
-    errors = follow(drive, 2, perform)
+    errors = follow(runner, 2, perform)
     stopper.join()
     assert [type(error) for error in errors] == [AbandonedError] * 2
     assert "device 1 gives up before the forward of stage 1 for micro-batch 0" in str(errors[1])
@@ -119,8 +118,8 @@ def test_short_actions_that_wait_for_each_other_run_at_once():
         if (device, action.micro_batch) == (1, 0):
             is_first_done.set()
 
-    drive = Drive(Course.of(timetable), clock=lambda: 0.0)
-    assert follow(drive, 2, perform) == [None] * 2
+    runner = ScheduleRunner(ScheduleGraph.of(timetable), clock=lambda: 0.0)
+    assert follow(runner, 2, perform) == [None] * 2
 
 
 class Gate:
@@ -148,5 +147,5 @@ def test_actions_run_and_are_timed_inside_the_gate_that_limits_their_number():
         assert threading.get_ident() in gate.inside
         done.append(action)
 
-    assert follow(Drive(Course.of(timetable), clock=clock), 4, perform, at_once=gate) == [None] * 4
+    assert follow(ScheduleRunner(ScheduleGraph.of(timetable), clock=clock), 4, perform, at_once=gate) == [None] * 4
     assert (len(done), gate.inside) == (sum(map(len, timetable.devices)), set())

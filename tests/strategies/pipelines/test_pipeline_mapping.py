@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 import strategies
-from strategies.pipelines.mapping import checked_count, places_of, refuse_idle_devices, schedule_for
-from strategies.pipelines.schedules import PipelineSchedule, schedule_named
-from strategies.pipelines.timetable import placed
+from strategies.pipelines.stages import check_no_idle_devices, checked_count, places_of, schedule_for
+from strategies.pipelines.timetable import PipelineSchedule, placed, schedule_named
 
 
 def stage(x):
@@ -33,9 +32,9 @@ def test_stages_are_on_any_devices(mapping):
 
 
 def test_a_stage_on_all_devices_leaves_none_without_work():
-    refuse_idle_devices([0, -1, 2])
+    check_no_idle_devices([0, -1, 2])
     with pytest.raises(ValueError, match="leaves out device 1, which would be idle"):
-        refuse_idle_devices([0, 0, 2])
+        check_no_idle_devices([0, 0, 2])
 
 
 def test_numbers_of_numpy_and_other_libraries_are_accepted():

@@ -8,7 +8,7 @@ import pytest
 import strategies
 from strategies import ipu_shard
 from strategies.jax.programs.jaxpr import Graph
-from strategies.pipelines.marks import cut_in_stages, function_of_stage, pipeline_stage, refuse_other_shards
+from strategies.pipelines.stages import check_shard_marks, cut_in_stages, function_of_stage, pipeline_stage
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -23,8 +23,8 @@ def run(stages, arguments):
     for segment in (segment for stage in stages for segment in stage):
         given = [arguments[place] for place in segment.inputs] + [values[number] for number in segment.takes]
         made = segment.function(*given)
-        results |= {part.result: value for part, value in zip(segment.parts, made, strict=False)}
-        values |= zip(segment.gives, made[len(segment.parts) :], strict=True)
+        results |= zip(segment.results, made, strict=False)
+        values |= zip(segment.gives, made[len(segment.results) :], strict=True)
     return [results[number] for number in sorted(results)]
 
 
@@ -42,7 +42,7 @@ def test_stages_compute_the_result_of_the_whole_function():
     arguments = np.eye(3, dtype=np.float32), np.ones((3, 2), np.float32), X
     stages = cut(marked, [1, 1], *arguments)
     assert [segment.inputs for (segment,) in stages] == [(0, 2), (0, 1)]
-    assert [[part.result for part in segment.parts] for (segment,) in stages] == [[1], [0]]
+    assert [segment.results for (segment,) in stages] == [(1,), (0,)]
     np.testing.assert_allclose(run(stages, arguments), marked(*arguments), rtol=1e-6)
 
 
@@ -77,7 +77,7 @@ def test_functions_of_a_stage_get_segments_of_their_own():
 
 def test_results_can_be_left_out():
     stages = cut(lambda w, v, x: (*marked(w, v, x), w), [1, 1], np.eye(3), np.ones((3, 2)), X, without={2})
-    assert [[part.result for part in segment.parts] for (segment,) in stages] == [[1], [0]]
+    assert [segment.results for (segment,) in stages] == [(1,), (0,)]
 
 
 def test_without_a_pipeline_marks_do_nothing():
@@ -140,7 +140,7 @@ def sharded(x):
 
 def test_a_stage_on_all_devices_can_shard():
     graph = Graph.of(jax.make_jaxpr(sharded)(X))
-    refuse_other_shards(graph, ((0, 1), (1,)))
+    check_shard_marks(graph, ((0, 1), (1,)))
     np.testing.assert_allclose(run(cut(sharded, [1, 1], X), (X,)), [(np.sin(X) + 4 * X).sum()], rtol=1e-6)
 
 
@@ -149,4 +149,4 @@ def test_a_stage_on_all_devices_can_shard():
 )
 def test_shards_on_other_devices_than_the_stage_are_refused(devices, words):
     with pytest.raises(ValueError, match=f"stage 0 computes .*{words} map it to all devices, -1, or take"):
-        refuse_other_shards(Graph.of(jax.make_jaxpr(sharded)(X)), (devices, (0,)))
+        check_shard_marks(Graph.of(jax.make_jaxpr(sharded)(X)), (devices, (0,)))

@@ -1,7 +1,6 @@
 """Measured traces of a Trainer's pipeline, as its watch gets them."""
 
 import itertools
-import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +8,7 @@ import optax
 import pytest
 
 import strategies
-from strategies.pipelines.plan import plan
-from strategies.pipelines.trace import Trace
+from strategies.pipelines.plan import Trace, plan
 
 COUNT = 8
 START = {"first": np.ones((3, 5), np.float32), "second": np.ones((5, 5), np.float32), "last": np.ones(5, np.float32)}
@@ -48,6 +46,12 @@ def traces():
     return of
 
 
+def in_order(spans):
+    """Return the actions of each device, by the times at which they began."""
+    devices = sorted({span.device for span in spans})
+    return tuple(tuple(span.action for span in spans if span.device == one) for one in devices)
+
+
 CASES = [("zero_bubble", [0, 1, 2]), ("one_forward_one_backward", [0, 1, 0])]
 
 
@@ -56,8 +60,8 @@ def test_every_replica_followed_the_timetable_of_the_plan(schedule, mapping, tra
     trace = traces(schedule, mapping)
     planned = plan(3, COUNT, schedule, mapping).timetable
     assert list(trace.replicas) == [0, 1]
-    assert trace.timetable().devices == planned.devices
     for spans in trace.replicas.values():
+        assert in_order(spans) == planned.devices
         ends = {span.action: span.end_s for span in spans}
         assert len(spans) == len(ends) == sum(map(len, planned.devices))
         assert all(span.begin_s >= ends[one] for span in spans for one in planned.dependencies(span.action))
@@ -72,12 +76,7 @@ def test_a_device_does_one_thing_at_a_time(schedule, mapping, traces):
             assert all(before.end_s <= after.begin_s for before, after in itertools.pairwise(own))
 
 
-def test_a_measured_trace_gives_pictures_numbers_and_a_plan(traces):
-    trace = traces("zero_bubble", [0, 1, 2])
-    assert min(trace.times.forward) > 0
-    assert 0 < trace.bubble_share < 1
-    assert trace.text().count("replica") == 2
-    events = json.loads(trace.perfetto())["traceEvents"]
-    assert sum(event["ph"] == "X" for event in events) == 2 * 3 * (3 * COUNT + 1)
-    assert plan(3, COUNT, "zero_bubble", times=trace.times).length > 0
-    assert f"stage {max(range(3), key=lambda stage: trace.times.whole[stage])} is the slowest" in trace.advice()
+def test_a_trace_is_drawn(traces):
+    text = str(traces("zero_bubble", [0, 1, 2]))
+    assert text.count("replica") == 2
+    assert text.count("device 2 stage 2") >= 2

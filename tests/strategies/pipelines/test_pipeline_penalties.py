@@ -8,7 +8,7 @@ import pytest
 
 import strategies
 from strategies.jax.programs.jaxpr import Graph
-from strategies.pipelines.marks import cut_in_stages, pipeline_stage
+from strategies.pipelines.stages import cut_in_stages, pipeline_stage
 
 W, V, X = np.eye(3, dtype=np.float32), np.ones((3, 2), np.float32), np.arange(6, dtype=np.float32).reshape(2, 3)
 

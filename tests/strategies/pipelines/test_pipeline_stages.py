@@ -7,16 +7,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kept_of_stages import kept_bytes
 
 import strategies
 from strategies.jax.programs.jaxpr import Graph
-from strategies.pipelines.marks import cut_in_stages, pipeline_stage
-from strategies.pipelines.running.driver import AbandonedError, Course, Drive
-from strategies.pipelines.running.replica_run import ReplicaStages, StashPolicy, StepArguments
-from strategies.pipelines.running.stage_programs import Executables, StagePrograms
-from strategies.pipelines.running.staged import Accumulators, Staged
-from strategies.pipelines.schedules import SCHEDULES
-from strategies.pipelines.timetable import ActionKind, StageAction, placed
+from strategies.pipelines.running.driver import AbandonedError, ScheduleGraph, ScheduleRunner
+from strategies.pipelines.running.stage_programs import (
+    Accumulators,
+    Executables,
+    ReplicaStages,
+    Staged,
+    StagePrograms,
+    StashPolicy,
+    StepArguments,
+)
+from strategies.pipelines.stages import cut_in_stages, pipeline_stage
+from strategies.pipelines.timetable import SCHEDULES, ActionKind, StageAction, placed
 
 WIDTH, ROWS, COUNT = 33, 5, 8
 DEVICE = jax.devices()[0]
@@ -83,12 +89,12 @@ def run(pipeline, timetable, recomputes=False, perform=lambda action: None, offl
         if action.kind is not ActionKind.UPDATE:
             one.perform(device, action)
 
-    drive = Drive(Course.of(timetable))
+    runner = ScheduleRunner(ScheduleGraph.of(timetable))
     errors = []
 
     def follow(device):
         try:
-            drive.follow(device, act)
+            runner.follow(device, act)
         except BaseException as error:
             errors.append(error)
 
@@ -201,7 +207,7 @@ def kept_by_all(pipeline, recomputes):
     one = begun(pipeline, sequential(), recomputes)
     for stage in range(3):
         one.perform(0, StageAction(ActionKind.FORWARD, stage, 0))
-    return [one.kept_bytes(stage, 0) for stage in range(3)]
+    return [kept_bytes(one, stage, 0) for stage in range(3)]
 
 
 def test_a_stage_that_fails_ends_all_devices(pipeline):

@@ -113,8 +113,8 @@ def test_times_follow_the_durations():
         Timed(1, StageAction(U, 1, None), 5.5, 6.0),
         Timed(0, StageAction(U, 0, None), 6.5, 6.75),
     )
-    assert made.length() == 1 + 1 + 2 + 2 + 1
-    assert made.bubble_share({(F, 0): 0.5, (F, 1): 2.0, (B, 1): 3.0, (B, 0): 1.0}) == pytest.approx(
+    assert max(span.end_s for span in made.timed()) == 1 + 1 + 2 + 2 + 1
+    assert bubble_share(made.timed({(F, 0): 0.5, (F, 1): 2.0, (B, 1): 3.0, (B, 0): 1.0}), 2) == pytest.approx(
         1 - (0.5 + 2 + 3 + 1 + 2) / (2 * 7.5)
     )
 

@@ -12,7 +12,7 @@ from tiers import first_of
 import strategies
 from strategies import InfeedQueue, OutfeedQueue, pipelining_ops
 from strategies.compat.functions.optimizer_function import OptimizerFunctionOutput
-from strategies.pipelines.schedules import PipelineSchedule
+from strategies.pipelines.timetable import PipelineSchedule
 
 SUM = strategies.GradientAccumulationReductionMethod.SUM
 

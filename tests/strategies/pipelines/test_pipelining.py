@@ -20,7 +20,7 @@ from zoo.pipelines import MODELS, trained
 import strategies
 from strategies import pipelining_ops
 from strategies.jax.preparation import control_of
-from strategies.pipelines.schedules import SCHEDULES
+from strategies.pipelines.timetable import SCHEDULES
 
 REPLICAS = 4
 
@@ -455,7 +455,6 @@ REFUSED = {
     "recompute": (pair, GROUPED, {"recompute": "blocks"}, ValueError, r"Pipelining\(recompute=True\)"),
     "a feed": (feeding, GROUPED, {}, ValueError, "a stage of the pipeline uses an infeed or outfeed"),
     "another device": (elsewhere, GROUPED, {}, ValueError, r"stage 0 computes something in ipu_shard\(1\)"),
-    "int8": (pair, GROUPED, {"gradient_transfer_dtype": np.int8}, ValueError, "leave stage by stage"),
 }
 
 

@@ -15,7 +15,7 @@ from strategies.compat.functions.optimizer_function import OptimizerFunctionOutp
 from strategies.compat.pipelining_ops import pipeline
 from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.pipelines.pipelining import RecomputationMode
-from strategies.pipelines.schedules import PipelineSchedule
+from strategies.pipelines.timetable import PipelineSchedule
 
 SUM, MEAN, RUNNING_MEAN = METHODS = tuple(GradientAccumulationReductionMethod)
 START = {"w": np.float32(2), "b": np.float32(1)}
@@ -164,6 +164,12 @@ def test_an_unknown_entry_of_the_model_state_is_refused():
         net.init({}, {"seem": np.int32(0)})
 
 
+def actions_of(trace):
+    """Return the actions of the two devices of replica 0, by the times at which they began."""
+    spans = trace.replicas[0]
+    return tuple(tuple(span.action for span in spans if span.device == device) for device in range(2))
+
+
 @pytest.mark.parametrize("recomputes", [None, RecomputationMode.Auto])
 def test_a_pipeline_has_a_trace(recomputes):
     net = pipeline(
@@ -172,14 +178,13 @@ def test_a_pipeline_has_a_trace(recomputes):
     )  # fmt: skip
     assert net.trace is None
     made(net)
-    assert net.trace.recompute == (recomputes is not None)
-    assert net.trace.timetable().devices == pipelining_ops.plan(TWO, 4).timetable.devices
+    assert actions_of(net.trace) == pipelining_ops.plan(TWO, 4).timetable.devices
 
 
 def test_a_pipeline_for_inference_has_a_trace():
     net = pipeline([same, same], 4, inputs=[1.0], outfeed_queue=OutfeedQueue())
     made(net, {})
-    assert net.trace.timetable() == pipelining_ops.plan(2, 4, training=False).timetable
+    assert actions_of(net.trace) == pipelining_ops.plan(2, 4, training=False).timetable.devices
 
 
 def passing(rate_of):
@@ -197,6 +202,17 @@ def test_an_optimizer_can_use_inputs_that_stages_pass_through():
     )  # fmt: skip
     _, state = made(net, {"w": np.float32(1)})
     assert state.variables["w"] == 1 - 0.5 * (0 + 1 + 2 + 3)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_an_optimizer_made_of_computed_values_beside_constants_is_refused(dtype):
+    stages = [lambda v, rate, x: (rate, dtype(2) * rate.astype(dtype), v["w"] * x), same]
+    net = pipeline(
+        stages, 4, inputs=[0.5], infeed_queue=numbers(), outfeed_queue=OutfeedQueue(),
+        optimizer_function=lambda constant, computed, loss: with_rate(computed, loss),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="the optimizer of the optimizer_function depends on a stage's result"):
+        net.init({"w": np.float32(1)})
 
 
 def test_an_optimizer_made_of_computed_values_is_refused():
@@ -500,9 +516,8 @@ def test_sharding_over_a_device_of_another_stage_is_refused():
             return x * variables["w"]
 
     net = pipeline([stage, same], 4, device_mapping=[0, 1], **ONLY_RUN)
-    state = net.init(START)
     with pytest.raises(ValueError, match=r"stage 0 computes something in ipu_shard\(1\), but is on device 0"):
-        net(state)
+        net.init(START)
 
 
 def test_capturing_tensors_of_other_programs_is_refused():
@@ -521,7 +536,7 @@ def test_a_stage_without_results_is_refused(stages, number):
 
 def test_wrong_masks_and_results_of_optimizer_functions_are_refused():
     net = pipeline(TWO, 4, **LEARNS | {"outfeed_loss": False, "outfeed_mask": [True, False]})
-    with pytest.raises(ValueError, match="outfeed_mask has 2 entries, but the last stage has 1 outputs"):
+    with pytest.raises(ValueError, match="outfeed_mask has 2 entries, but 1 outputs of the last stage need one each"):
         net.init(START)
     net = pipeline(TWO, 4, **LEARNS | {"accumulate_outfeed": True, "accumulate_outfeed_dtype": "wide"})
     with pytest.raises(ValueError, match="accumulate_outfeed_dtype is 'wide' for an output of shape"):

@@ -8,7 +8,9 @@ import functools
 import gc
 import itertools
 import math
+import os
 import random
+import threading
 import time
 import weakref
 from types import SimpleNamespace
@@ -18,9 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from surviving_instances import run_instances
 
 import strategies
-from strategies.jax.programs.captures import Reads
+from strategies.jax.programs import captures
+from strategies.jax.programs.captures import CapturedValues
 
 factor = 1.0
 ONE = np.float32(1)
@@ -301,7 +305,7 @@ def test_values_that_callbacks_read_and_change_are_no_constants(alone, name):
         alone.run(getattr(one, name), (ONE,))
         jax.effects_barrier()
         assert len(one.seen) == count + 1
-    reads = Reads(getattr(one, name))
+    reads = CapturedValues(getattr(one, name))
     one.seen.append(None)
     assert reads.is_same()
 
@@ -309,7 +313,7 @@ def test_values_that_callbacks_read_and_change_are_no_constants(alone, name):
 @pytest.mark.parametrize("size", [10, 1_000_000])
 def test_arrays_of_every_size_are_compared_by_elements(size):
     array = np.zeros(size, np.float32)
-    reads = Reads(lambda x: x + array)
+    reads = CapturedValues(lambda x: x + array)
     assert reads.is_same()
     array += 1
     assert reads.changed == "the elements of array"
@@ -318,7 +322,7 @@ def test_arrays_of_every_size_are_compared_by_elements(size):
 def test_values_that_a_function_reads_are_not_kept_alive():
     """Programs live longer than the objects in lists that they read."""
     held = [Scaled()]
-    reads, gone = Reads(lambda x: held[0](x)), weakref.ref(held[0])
+    reads, gone = CapturedValues(lambda x: held[0](x)), weakref.ref(held[0])
     held.clear()
     gc.collect()
     assert gone() is None
@@ -357,15 +361,221 @@ def test_a_trainer_refuses_changed_values_that_its_loss_function_reads(alone):
         trainer.step(state, batch)
 
 
-def test_a_trainer_refuses_changed_values_that_a_schedule_reads(alone):
-    one = Scaled()
+def first_step_with_a_schedule(strategy, one):
+    """Make a step whose learning rate is read from an object; return the trainer, its state and the batch."""
     optimizer = optax.chain(optax.clip(1.0), optax.sgd(lambda step: one.scale * 0.1))
-    trainer = strategies.Trainer(alone, lambda v, x, key: ((v - x) ** 2).sum(), optimizer)
+    trainer = strategies.Trainer(strategy, lambda v, x, key: ((v - x) ** 2).sum(), optimizer)
     state, batch = trainer.init(np.zeros(1, np.float32)), np.ones((1, 1), np.float32)
     state, _ = trainer.step(state, batch)
+    return trainer, state, batch
+
+
+def test_a_trainer_refuses_changed_values_that_a_schedule_reads(alone):
+    one = Scaled()
+    trainer, state, batch = first_step_with_a_schedule(alone, one)
     one.grow()
     with pytest.raises(RuntimeError, match="reads one.scale, which .* has changed .* the state of the optimizer"):
         trainer.step(state, batch)
+
+
+class Settings:
+    """Values that `CapturedValues` does not find."""
+
+    def __init__(self, monkeypatch):
+        self.scale, self.change = 1.0, lambda: setattr(self, "scale", 2.0)
+        self.setenv = lambda value: monkeypatch.setenv("SCALE_OF_A_TEST", value)
+
+    def computed_name(self, x):
+        return x * getattr(self, "".join(["sca", "le"]))
+
+    def all_attributes(self, x):
+        return x * sum(each for each in vars(self).values() if isinstance(each, float))
+
+    def environment(self, x):
+        self.change = lambda: self.setenv("2")
+        return x * float(os.environ.get("SCALE_OF_A_TEST", "1"))
+
+    def setting_of_numpy(self, x):
+        self.change = lambda: np.set_printoptions(precision=3)
+        return x * np.get_printoptions()["precision"]
+
+    def jitted(self, x):
+        return jax.jit(self.computed_name)(x)
+
+    def body_of_a_loop(self, x):
+        return jax.lax.scan(self.of_iteration, x, length=2)[0]
+
+    def of_iteration(self, x, _):
+        return self.computed_name(x), None
+
+
+HIDDEN = ["computed_name", "all_attributes", "environment", "setting_of_numpy", "jitted", "body_of_a_loop"]
+
+
+def trained(function, options=None, schedule=None):
+    trainer = strategies.Trainer(
+        strategies.LocalStrategy(2),
+        lambda v, x, key: (function(v - x) ** 2).mean(),
+        optax.sgd(0.1 if schedule is None else schedule, momentum=0.9),
+        **(options or {}),
+    )
+    state, batch = trainer.init(np.zeros(2, np.float32)), np.ones((4, 2), np.float32)
+    while True:
+        state, _ = trainer.step(state, batch)
+        yield
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_function_that_is_traced_anew_shows_values_that_nothing_else_finds(name, monkeypatch):
+    monkeypatch.setattr(captures, "TRACES_APART", 0)
+    settings = Settings(monkeypatch)
+    steps = trained(getattr(settings, name))
+    for _ in range(4):
+        next(steps)
+    with np.printoptions():
+        settings.change()
+        with pytest.raises(RuntimeError, match=r"has changed since .*; hand the value over in the batch"):
+            next(steps)  # the fourth after the first
+
+
+def test_a_function_is_traced_anew_although_several_steps_are_one_call(monkeypatch):
+    monkeypatch.setattr(captures, "TRACES_APART", 0)
+    settings = Settings(monkeypatch)
+    trainer = strategies.Trainer(
+        strategies.LocalStrategy(1), lambda v, x, key: (settings.computed_name(v - x) ** 2).mean(), optax.sgd(0.1)
+    )
+    state, rows = trainer.init(np.zeros(1, np.float32)), np.ones((40, 1), np.float32)
+    dataset = trainer.strategy.distribute_dataset(rows, batch_size=1, seed=0)
+    changes = iter([lambda: None, lambda: setattr(settings, "scale", 2.0)])
+    with pytest.raises(RuntimeError, match="has changed since it was compiled"):
+        trainer.run(state, dataset, steps_per_execution=10, after_execution=lambda *_: next(changes)())
+    assert list(changes) == []
+
+
+def test_an_optimizer_that_is_traced_anew_shows_values_of_its_schedule(monkeypatch):
+    monkeypatch.setattr(captures, "TRACES_APART", 0)
+    settings = Settings(monkeypatch)
+    steps = trained(jnp.square, schedule=lambda count: settings.computed_name(0.1))
+    for _ in range(2):
+        next(steps)
+    settings.scale = 2.0
+    with pytest.raises(RuntimeError, match="has changed since it was compiled"):
+        next(steps)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_accumulation_count": 2}, {"replicated_optimizer_state_sharding": True}]
+)
+def test_functions_that_can_be_traced_again_train_on(options, monkeypatch):
+    monkeypatch.setattr(captures, "TRACES_APART", 0)
+    traces, others = [], {"unused": 0}
+
+    def function(x):
+        traces.append(len(traces))
+        return jitted(x) * others.get("scale", 1.0)
+
+    set_factor(1.0)
+    steps = trained(function, options)
+    next(steps)
+    once = len(traces)
+    for number in range(4):
+        others["unused"] = number
+        next(steps)
+    assert len(traces) == 5 * once  # anew in each of these steps: one is due, and three have changed values
+
+
+def test_a_change_with_an_effect_is_refused_after_changes_without_one():
+    settings = SimpleNamespace(epoch=0)
+    steps = trained(lambda x: x * (1 if settings.epoch < 5 else 100))
+    for settings.epoch in range(5):
+        next(steps)
+    settings.epoch = 5
+    with pytest.raises(RuntimeError, match=r"reads settings.epoch, .* has changed since"):
+        next(steps)
+
+
+def test_many_changes_without_an_effect_are_compared_less_often_with_a_warning(caplog):
+    traces, settings = [], SimpleNamespace(epoch=0)
+
+    def function(x):
+        traces.append(len(traces))
+        return x if settings.epoch < 10_000 else -x
+
+    steps = trained(function)
+    next(steps)
+    once = len(traces)
+    for settings.epoch in range(1, 2 * captures.MANY_CHANGES):
+        next(steps)
+    assert len(traces) == (captures.MANY_CHANGES + 1) * once
+    assert "reads settings.epoch, which changes again and again" in caplog.text
+
+
+def test_a_changed_schedule_is_refused_although_an_evaluation_was_compiled_with_the_change(alone):
+    one = Scaled()
+    trainer, state, batch = first_step_with_a_schedule(alone, one)
+    trainer.evaluate(state, [batch], fn=lambda v, x, key: (x * one.scale).sum())
+    one.grow()
+    trainer.evaluate(state, [batch], fn=lambda v, x, key: (x * one.scale).sum())  # clears JAX's caches
+    with pytest.raises(RuntimeError, match=r"reads one.scale, .* has changed since"):
+        trainer.step(state, batch)
+
+
+def test_a_function_is_not_traced_for_replicas_of_before(monkeypatch):
+    """After `rest` the step is prepared anew, as after the loss of an instance."""
+    monkeypatch.setattr(captures, "TRACES_APART", 0)
+    one = Scaled()
+    trainer = strategies.Trainer(
+        strategies.LocalStrategy(2), lambda v, x, key: ((v - x * one.scale) ** 2).sum(), optax.sgd(0.1)
+    )
+    state, batch = trainer.init(np.zeros(1, np.float32)), np.ones((2, 1), np.float32)
+    state, _ = trainer.step(state, batch)
+    trainer._programs.rest()
+    state, _ = trainer.step(state, batch)
+    trainer._programs.rest()
+    one.grow()
+    with pytest.raises(RuntimeError, match=r"reads one.scale, .* has changed since"):
+        trainer.step(state, batch)
+
+
+@pytest.mark.parametrize("survives", [False, True])
+def test_all_instances_trace_anew_in_the_same_step(survives, monkeypatch):
+    """The second instance has waited less, and would not trace; both refuse, and none trains on alone."""
+    own, is_cheap = threading.local(), captures.RepeatedTrace.is_cheap
+    monkeypatch.setattr(captures, "TRACES_APART", 0)
+    monkeypatch.setattr(captures.RepeatedTrace, "is_cheap", lambda *given: own.is_first and is_cheap(*given))
+    settings, refused = Settings(monkeypatch), []
+
+    def function(strategy):
+        own.is_first = strategy.instance_index == 0
+        trainer = strategies.Trainer(
+            strategy, lambda v, x, key: (settings.computed_name(v - x) ** 2).mean(), optax.sgd(0.1)
+        )
+        dataset = strategy.distribute_dataset(np.ones((96, 1), np.float32), batch_size=2, seed=0)
+        state = trainer.init(np.zeros(1, np.float32))
+        for batch in dataset.epoch(0):
+            if state.step == 7:
+                strategy.communicator.barrier()  # both have made the seventh step
+                settings.scale = 2.0
+            try:
+                state, _ = trainer.step(state, batch)
+            except RuntimeError as error:
+                refused.append((state.step, str(error)))
+                raise
+
+    with pytest.raises(RuntimeError, match="has changed since it was compiled"):
+        run_instances(2, 4, function, mechanism="ring", survives=survives)
+    assert [step for step, _ in refused] == [8, 8]
+    assert all("has changed since it was compiled" in text for _, text in refused)
+
+
+def test_a_function_is_traced_anew_only_when_a_trace_costs_little(monkeypatch):
+    traces = []
+    steps = trained(lambda x: traces.append(1) or x)
+    next(steps)
+    once = len(traces)
+    for _ in range(20):
+        next(steps)
+    assert len(traces) == once
 
 
 def test_a_pipeline_refuses_changed_values_that_its_stages_read():
@@ -400,5 +610,5 @@ def test_reads_of_functions_have_one_order_in_all_processes():
     names = [f"value_{number:02}" for number in range(20)]
     space = {"one": SimpleNamespace(**dict.fromkeys(names, 1.0)), **dict.fromkeys(names, 1.0)}
     exec(f"def function(): return {' + '.join(f'{name} + one.{name}' for name in reversed(names))}", space)
-    found = [read.name for read in Reads(space["function"])._reads]
+    found = [read.name for read in CapturedValues(space["function"])._reads]
     assert found == ["one", *names, *(f"one.{name}" for name in names)]

@@ -27,8 +27,7 @@ from collectives.reduction import Reduction
 from collectives.shared_memory.host_regions import HostMemory
 from collectives.tree import TreeNode
 from strategies.exchange.flat import FlatLayout
-from strategies.exchange.host_copies import HostCopies, Source
-from strategies.exchange.host_sums import HostSums
+from strategies.exchange.host_copies import HostCopies, HostSums, Source
 from strategies.exchange.means import Bucket, Means
 from strategies.exchange.window_path import WindowPath
 
@@ -81,15 +80,13 @@ def with_jax(folder: Path) -> tuple[Callable[[], MappedMemory], Any, Any, Callab
     import jax
     import jax.numpy as jnp
 
-    from strategies.jax.on_device.arithmetic import JaxArithmetic
-    from strategies.jax.on_device.views import JaxViews
+    from strategies.jax.on_device.paths import JaxArithmetic, JaxViews
 
     return HostMemory, JaxArithmetic(), JaxViews(jax.devices()[0]), jnp.array
 
 
 def with_torch(folder: Path) -> tuple[Callable[[], MappedMemory], Any, Any, Callable[[np.ndarray], Any]]:
-    from strategies.torch.exchange.arithmetic import TorchArithmetic, TorchViews
-    from strategies.torch.tensors import as_tensor
+    from strategies.torch.tensors import TorchArithmetic, TorchViews, as_tensor
 
     return HostMemory, TorchArithmetic(), TorchViews(), lambda array: as_tensor(array).clone()
 
@@ -149,7 +146,7 @@ def differences_of_sums(communicator: collectives.Communicator, counts: Sequence
     """Return the buffers that differ if instances add a driver's copies in shared memory of the host."""
     layout = FlatLayout(((300_001,), (70_001,), (1001,), (700_000,)), (FLOAT32, FLOAT32, BFLOAT16, FLOAT16), 3)
     bucket = Bucket.of("sums", layout, communicator.allocate, {}, {})
-    copies, means = HostCopies(CudaDevice(0, Driver(FakeLibrary(folder), CPU))), Means(communicator, sum(counts), None)
+    copies, means = HostCopies(CudaDevice(0, Driver(FakeLibrary(folder), CPU))), Means(communicator)
     on_device = copies.means(bucket.results)
     sums = HostSums(communicator, counts, layout.buffers)
     assert [sums.can_add(result) for result in bucket.results] == [True, True, False, True]

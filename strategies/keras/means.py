@@ -1,0 +1,210 @@
+"""The means over replicas: of the gradients of a model's own `train_step`, and of losses that Keras divides or adds.
+
+Replicas have different rows, and so different divisors, and the mean of their losses is not the loss of all rows. If
+a model has one such loss, and nothing else in its loss depends on rows, the divisor is the weight of a replica's
+loss. Otherwise replicas divide each loss by the mean of their divisors, with a collective in the forward pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import keras
+from jax.flatten_util import ravel_pytree
+
+from strategies.errors import StrategyError
+from strategies.jax.programs.compilation import key_of
+from strategies.jax.programs.dataflow import depends_on
+from strategies.jax.replicas.replica_context import get_replica_context
+from strategies.keras.checks import is_own
+from strategies.keras.patches import Method, method_replaced
+from strategies.keras.state import (
+    Array,
+    ModelFunctions,
+    Values,
+    shape_of,
+)
+from strategies.typing import Batch, Tree, Variables
+
+Mean: TypeAlias = Callable[[Tree], Tree]
+
+_PLACES = {"apply": 0, "stateless_apply": 1}
+"""The methods that apply gradients, and the position of the gradients among their arguments."""
+
+
+def mean_over_replicas(gradients: Tree) -> Tree:
+    """Average gradients over all replicas, in the order of the tree, with one all-reduce per dtype."""
+    leaves, structure = jax.tree.flatten(gradients)
+    means = list(leaves)
+    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
+        places = [place for place, leaf in enumerate(leaves) if leaf.dtype == dtype]
+        flat, unravel = ravel_pytree([leaves[place] for place in places])
+        of_dtype = unravel(get_replica_context().all_reduce("mean", flat))
+        for place, value in zip(places, of_dtype, strict=True):
+            means[place] = value
+    return jax.tree.unflatten(structure, means)
+
+
+@contextmanager
+def averaging(optimizers: Iterable[keras.Optimizer], mean: Mean = mean_over_replicas) -> Iterator[None]:
+    """Make optimizers apply `mean(gradients)` instead of their gradients, inside the block."""
+    is_inside = False  # averages once only: `stateless_apply` calls `apply`, maybe that of an inner optimizer
+
+    def averaged(apply: Method, place: int) -> Method:
+        signature = inspect.signature(apply)
+        gradients = list(signature.parameters)[place]
+
+        def apply_mean(*arguments: object, **named: object) -> object:
+            nonlocal is_inside
+            if is_inside:
+                return apply(*arguments, **named)
+            given = signature.bind(*arguments, **named)
+            given.arguments[gradients] = mean(given.arguments[gradients])
+            is_inside = True
+            try:
+                return apply(*given.args, **given.kwargs)
+            finally:
+                is_inside = False
+
+        return apply_mean
+
+    with ExitStack() as stack:
+        for optimizer in {id(one): one for one in optimizers}.values():
+            for name, place in _PLACES.items():
+                stack.enter_context(method_replaced(optimizer, name, averaged(getattr(optimizer, name), place)))
+        yield
+
+
+# ---- divisors
+
+Rule: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
+"""(loss, its divisor) -> the loss to use instead; traceable."""
+
+NO_ROWS = 2.0**-80
+"""The weight of a replica without rows that count. Beside other weights it is nothing; if no replica has such rows,
+the mean is that of the rest of the loss, as in Keras: losses of 0, and regularizers."""
+
+_rule: ContextVar[Rule | None] = ContextVar("strategies.keras.means", default=None)
+
+
+def present_rule() -> Rule | None:
+    """Return the rule of the present block, or None outside of any."""
+    return _rule.get()
+
+
+@contextmanager
+def dividing_by(rule: Rule | None) -> Iterator[None]:
+    """Use a rule for the losses that are traced inside the block."""
+    token = _rule.set(rule)
+    try:
+        yield
+    finally:
+        _rule.reset(token)
+
+
+class NotedDivisors:
+    """A rule that leaves losses as they are, and notes their divisors.
+
+    Attributes:
+        divisors: The divisors in the order of the losses, float32 scalars.
+    """
+
+    def __init__(self) -> None:
+        self.divisors: list[jax.Array] = []
+
+    def __call__(self, loss: jax.Array, divisor: jax.Array) -> jax.Array:
+        """Note the divisor of a loss, and return the loss."""
+        self.divisors.append(divisor)
+        return loss
+
+    @property
+    def weight(self) -> jax.Array | None:
+        """The weight of the only loss; None if no loss is divided."""
+        if not self.divisors:
+            return None
+        [divisor] = self.divisors
+        return jnp.where(divisor == 0, NO_ROWS, divisor)
+
+
+def by_mean_of_replicas(loss: jax.Array, divisor: jax.Array) -> jax.Array:
+    """Return the loss divided by the mean of all replicas' divisors; 0 if that is 0, as in Keras. Collective."""
+    mean = get_replica_context().all_reduce("mean", divisor)
+    found: jax.Array = keras.ops.divide_no_nan(loss * divisor.astype(loss.dtype), mean.astype(loss.dtype))
+    return found
+
+
+def sum_of_replicas(loss: jax.Array) -> jax.Array:
+    """Return the sum of a replica's rows times the number of replicas: the mean of these is the sum of all rows."""
+    return loss * get_replica_context().num_replicas_in_sync
+
+
+class LossDivision:
+    """The choice of the rule for a model's losses, made for each shape of a batch.
+
+    Args:
+        functions: The functions of the model.
+        may_meet: Whether replicas may call collectives in the forward pass.
+
+    Attributes:
+        is_weighted: Whether a loss has had a weight so far.
+    """
+
+    def __init__(self, functions: ModelFunctions, may_meet: bool) -> None:
+        self.is_weighted = False
+        self._functions = functions
+        self._may_meet = may_meet
+        self._chosen: dict[Hashable, bool] = {}
+
+    def rule(self, variables: Variables, others: Values, metrics: Values, batch: Batch) -> NotedDivisors | Rule:
+        """Return the rule for a batch; shapes and dtypes of the arguments are enough.
+
+        Raises:
+            StrategyError: If a collective is needed, but micro-batches or stages cannot call it.
+        """
+        given = jax.tree.map(shape_of, (list(variables), list(others), list(metrics), batch))
+        key = key_of(given)
+        if key not in self._chosen:
+            self._chosen[key] = self._needs_collective(*given)
+        if not self._chosen[key]:
+            return NotedDivisors()
+        if not self._may_meet:
+            raise StrategyError(
+                "several parts of the loss depend on rows, and at least one is divided by a mask or by sample weights; "
+                "with gradient accumulation or stages such a loss must be the only one: leave added losses, activity "
+                "regularizers and further outputs out, or use loss functions with reduction='sum_over_batch_size' "
+                "and no mask"
+            )
+        return by_mean_of_replicas
+
+    def _needs_collective(self, variables: Variables, others: Values, metrics: Values, batch: Batch) -> bool:
+        """Return whether one weight for a replica's whole loss is not enough."""
+
+        def total(old: Values, batch: Batch, rule: Rule) -> list[Array]:
+            learned, rest = old[: len(variables)], old[len(variables) :]
+            with dividing_by(rule):
+                loss, *_ = self._functions.losses(
+                    learned, rest[: len(others)], rest[len(others) :], batch, training=True
+                )
+            return [loss]
+
+        noted, old = NotedDivisors(), [*variables, *others, *metrics]
+        jax.eval_shape(lambda old, batch: total(old, batch, noted), old, batch)
+        if not noted.divisors:
+            return False
+        if len(noted.divisors) > 1 or is_own(type(self._functions.model), "compute_loss"):
+            return True
+        flags = self._functions.seeds.flags
+        matters = [False] * len(variables) + list(flags) + [False] * len(metrics)
+        [depends] = depends_on(lambda old, batch: total(old, batch, _as_zero), old, matters, batch)
+        self.is_weighted |= not depends
+        return depends
+
+
+def _as_zero(loss: jax.Array, divisor: jax.Array) -> jax.Array:
+    return jnp.zeros_like(loss)
