@@ -241,7 +241,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             terms = terms_of(options, dataset, shapes, programs, numbers_of_groups(training.optimizer))
             insist_on_agreement(replicas, terms)
             if replicas.journal.is_kept:
-                self._agreed |= digest_of_programs(self._options.terms, shapes, programs)
+                # A spare knows the first ones only, from its rehearsal.
+                self._agreed = digest_of_programs(self._options.terms, shapes, programs) | self._agreed
         if not self._has_warned:
             self._has_warned = True
             warn_of_loss(replicas, lost_with_an_instance(False, dataset))
@@ -532,6 +533,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
 
     @override
     def hand_over(self, state: TorchTraining, root: int, joins: bool) -> TorchTraining:
+        if self._local is not None:
+            self._local.state.undo(state.step)
         first = np.array(-1 if self._first_step is None else self._first_step)
         self._replicas.communicator.broadcast(first, root, name="first step with these replicas")
         if joins:
@@ -543,11 +546,14 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     @override
     def rehearse(self, state: TorchTraining, batch: Batch) -> None:
         """Compute the gradients of a step, without an update. Then forget the values that the spare began with."""
+        attributes = state.attributes.view()
         with self._hidden_values.shown():
             try:
                 for _ in self.begin(state, batch, False).buckets:
                     pass
             finally:
+                state.attributes.put(attributes)
+                state.attributes.of_steps.clear()
                 self.close()
                 self._first_step = None
                 self._hidden_values.forget()

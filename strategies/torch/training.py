@@ -11,6 +11,7 @@ import torch
 import strategies.trees as trees
 from collectives import Communicator
 from strategies.checkpoints.sealed_folders import Age, HostArray
+from strategies.core.agreement import broadcast_bytes
 from strategies.errors import StrategyError
 from strategies.exchange.means import Bucket
 from strategies.jax.memory.plan import DEVICE, MemoryBlock, MemoryPlan, data_blocks, mean_blocks
@@ -96,6 +97,7 @@ class TorchTraining:
         for parameter in self.watch.parameters:
             parameter.grad = None  # that of a removed one would be applied in each step
         self.watch.look()
+        self.buffers.are_known = False
         check_module(self.module)
         self.replaced()
 
@@ -188,7 +190,10 @@ class TorchTraining:
             communicator.broadcast(array, root, name=f"hyperparameter {number}")
         moving = np.array([number in self.buffers.moving for number in range(len(self.buffers.slots))])
         communicator.broadcast(moving, root, name="buffers that change")
+        packed = self.attributes.packed() if communicator.rank == root else b""
+        packed = broadcast_bytes(communicator, packed, root, "attributes of the module")
         if joins:
+            self.attributes.unpack(packed)
             take()
             set_numbers(self.optimizer, groups)
             self.buffers.moving = frozenset(np.flatnonzero(moving).tolist())
@@ -196,7 +201,7 @@ class TorchTraining:
     def _receive(self, root: int) -> Callable[[], None]:
         """Receive the state of instance `root`, and return a function that takes it over. Collective."""
         communicator = self._replicas.communicator
-        known = np.array([self.step, *self._scale_words()], np.float64)
+        known = np.array([self.step, *self._scale_words(), self.buffers.are_known], np.float64)
         communicator.broadcast(known, root, name="how far the state is")
         tensors = [*self.module.named_parameters(), *self.buffers.named().items()]
         received, arrays = received_tensors(tensors, communicator, root), self._received_optimizer(root)
@@ -214,6 +219,7 @@ class TorchTraining:
         self.step = int(known[0])
         if self.loss_scale is not None:
             self.loss_scale = LossScale(np.float32(known[1]), np.int32(known[2]), np.int32(known[3]))
+        self.buffers.are_known = bool(known[4])
         self.replaced()
 
     def _received_optimizer(self, root: int) -> dict[int, ArraysByName]:

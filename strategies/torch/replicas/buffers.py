@@ -50,6 +50,8 @@ class ModelBuffers:
         slots: The places of the buffers and frozen parameters.
         declared: The ways of agreement given by name, by the names of buffers and frozen parameters.
         moving: The numbers of the slots that a step has changed, from the first change on.
+        touched: The names of the frozen parameters that local replicas have written, even if no bit has changed.
+        are_known: Whether a step was made with these slots. Frozen parameters that steps write are in `written` then.
         reductions: For each slot, the way of agreement.
         own: The values of slots that each replica keeps for itself, by number; the first axis is that of all replicas.
 
@@ -65,6 +67,8 @@ class ModelBuffers:
         self._shown = shown
         self.slots: list[Slot] = []
         self.moving: frozenset[int] = frozenset()
+        self.touched: set[str] = set()
+        self.are_known = False
         self.own: dict[int, torch.Tensor] = {}
         self._bucket: Bucket | None = None  # the memory of the means
         self.follow()
@@ -83,7 +87,7 @@ class ModelBuffers:
                 )
         own = {before[number]: each for number, each in self.own.items()}
         moving = {before[number] for number in self.moving}
-        self.slots = slots
+        self.slots, self.are_known = slots, False
         alike = {id(layer._buffers) for layer in sync_layers_of(self._module).values()}  # equal on all replicas
         self.reductions = [_reduction(slot, self._aggregation, id(slot.holder) in alike) for slot in slots]
         self.moving = frozenset(number for number, name in enumerate(names) if name in moving)
@@ -103,10 +107,10 @@ class ModelBuffers:
 
     @property
     def written(self) -> frozenset[str]:
-        """The names of the frozen parameters that a step has changed, or that the program has declared as changing."""
+        """The names of the frozen parameters that a step has written, or that the program has declared as changing."""
         slots = enumerate(self.slots)
         names = [slot.name for number, slot in slots if slot.is_parameter and number in self.moving]
-        return frozenset([*names, *self.declared])
+        return frozenset([*names, *self.declared, *self.touched])
 
     def follow_shown(self) -> None:
         """Copy to all replicas the changes that the program has made to the module's buffers."""
@@ -195,6 +199,7 @@ class ModelBuffers:
                     value = value[self._shown]
                 self.slots[number].put(value)
         self.moving |= values.keys() if moving is None else moving
+        self.are_known = True
 
     def _of_each(
         self, numbers: Sequence[int], of_replicas: Sequence[Sequence[Slot]], replicas: Replicas

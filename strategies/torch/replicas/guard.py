@@ -8,7 +8,7 @@ program, a clock, a network outside of the module.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn, Protocol, TypeAlias
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from strategies.core.agreement import Digest, Members, broadcast_text
 from strategies.errors import StrategyError
@@ -32,7 +33,7 @@ class _StrayGradient:
     Attributes:
         gradient: The tensor, which others may drop.
         version: PyTorch's counter of writes to it.
-        name: The parameter and its network in words.
+        name: The parameter in words.
     """
 
     gradient: weakref.ref[torch.Tensor]
@@ -88,9 +89,8 @@ def _check_no_stray_gradients(optimizer: torch.optim.Optimizer, left: dict[int, 
                 raise StrategyError(
                     f"{type(optimizer).__name__} would use a gradient that the loss function of a Trainer has left in "
                     f"the {one.name}, which is outside of the Trainer's module. It is no mean over all replicas: each "
-                    "instance has its own; put both networks into the Trainer's module, or call zero_grad() and "
-                    "compute the gradients of this network by themselves (docs: torch_modules, Networks outside of "
-                    "the module)"
+                    "instance has its own; put the parameter into the Trainer's module, or call zero_grad() and "
+                    "compute its gradient by itself (docs: torch_modules, Networks outside of the module)"
                 )
 
 
@@ -145,19 +145,21 @@ class RepetitionGuard:
         self._turn = 0
         self._outside: dict[int, tuple[torch.nn.Module, Mapping[str, _Mark], set[int]]] = {}
         self._left = StrayGradients()
-        self._strangers: list[tuple[torch.Tensor, str]] = []  # parameters of networks outside of the module
+        self._strangers: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()  # parameters outside of the module
+        self._searches = False
 
     # ---- networks outside of the module
 
     @contextmanager
     def watching(self, is_repeated: bool) -> Iterator[None]:
-        """Watch the networks outside of the module that replicas use in a step.
+        """Watch the networks and parameters outside of the module that replicas use in a step.
 
         Args:
             is_repeated: Whether the step is one whose first turn is repeated; in other steps nothing is searched.
         """
         self.found, self._turn = "", 0
-        self._left.begin(self._strangers)
+        self._left.begin(self._strangers.items())
+        self._searches = is_repeated
         if not is_repeated or is_compiled(self._module):  # a hook of all modules would make torch.compile start anew
             yield
             self._left.end()
@@ -194,13 +196,20 @@ class RepetitionGuard:
             known[2].add(self._turn)
             return
         self._outside[id(network)] = network, _marks(network), {self._turn}
-        known_parameters = {id(one) for one, _ in self._strangers}
-        new = [
-            (one, f"parameter {name!r} of a {type(network).__qualname__}")
-            for name, one in network._parameters.items()
-            if one is not None and one.requires_grad and id(one) not in known_parameters
-        ]
-        self._strangers += new
+        named = network._parameters.items()
+        of_kind = f"of a {type(network).__qualname__}"
+        self._watch({one: f"parameter {name!r} {of_kind}" for name, one in named if one is not None})
+
+    def search(self, loss: torch.Tensor) -> None:
+        """Find the parameters outside of the module of which a loss is computed, if they are searched in this step."""
+        if self._searches:
+            own = set(map(id, self._module.parameters()))
+            leaves = [one for one in _leaves_of(loss) if id(one) not in own]
+            self._watch({one: f"parameter of the shape {list(one.shape)}" for one in leaves})
+
+    def _watch(self, named: Mapping[torch.Tensor, str]) -> None:
+        new = [(one, name) for one, name in named.items() if one.requires_grad and one not in self._strangers]
+        self._strangers.update(new)
         self._left.begin(new, more=True)
 
     # ---- the repetition
@@ -275,6 +284,26 @@ def check_repetition(members: Members, found: str, step: int) -> None:
 def _called(network: torch.nn.Module, _: object) -> None:
     if _guard.now is not None:
         _guard.now.called(network)
+
+
+def search(loss: torch.Tensor) -> None:
+    """Let the guard of the present turn find the parameters outside of its module of which a loss is computed."""
+    if _guard.now is not None:
+        _guard.now.search(loss)
+
+
+def _leaves_of(loss: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors without a history that get gradients from a loss."""
+    nodes = [loss.grad_fn]
+    seen = {None, *nodes}
+    while nodes:
+        node = nodes.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor) and leaf.is_leaf:
+            yield leaf
+        new = {one for one, _ in getattr(node, "next_functions", ())} - seen
+        seen |= new
+        nodes += new
 
 
 def _marks(network: torch.nn.Module) -> dict[str, _Mark]:

@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from io import BytesIO
 from numbers import Real
 from operator import is_
 from typing import NoReturn, final
@@ -13,10 +14,11 @@ from typing import NoReturn, final
 import numpy as np
 import torch
 
-from strategies.errors import StrategyError
+from strategies.errors import SpareError, StrategyError
 from strategies.torch.replicas.buffers import ModelBuffers
 from strategies.torch.replicas.guard import WriteMarks
 from strategies.torch.replicas.module_parts import Slot, difference, differs
+from strategies.torch.tensors import HOST
 from strategies.typing import Tree
 
 _MISSING = object()
@@ -28,24 +30,24 @@ _MOST_ELEMENTS = 1000
 
 
 @final
-class ReplicaNumbers:
-    """The numbers that an attribute has in the replicas of an instance, where no replica runs.
+class ReplicaValues:
+    """The values that an attribute has in the replicas of an instance, where no replica runs.
 
-    Calculations raise, and so does pickling: a checkpoint would have numbers that nobody can load.
+    Calculations and comparisons raise, and so does pickling: a checkpoint would have values that nobody can load.
 
     Args:
         name: The names of the module and the attribute.
-        of: The number of each replica, by its global index.
+        of: The value of each replica, by its global index.
     """
 
     def __init__(self, name: str, of: Mapping[int, Tree]) -> None:
-        self._name, self._of = name, {replica: _float_of(one) for replica, one in of.items()}
+        self._name, self._values = name, [f"{_shown(one)} in replica {replica}" for replica, one in of.items()]
 
     def _raise_no_value(self, *others: object) -> NoReturn:
-        numbers = ", ".join(f"{one:g} in replica {replica}" for replica, one in self._of.items())
         raise StrategyError(
-            f"{self._name} was assigned in a step and is {numbers}, so outside of steps it has no value; return it as "
-            "a metric (log it in the step with self.log, in Lightning), or start one instance per replica"
+            f"{self._name} was assigned in a step and is {', '.join(self._values)}, so outside of steps it has no "
+            "value; return it as a metric (log it in the step with self.log, in Lightning), or start one instance per "
+            "replica"
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = (
@@ -55,7 +57,7 @@ class ReplicaNumbers:
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __reduce__ = item = detach = cpu = _raise_no_value
     __hash__ = object.__hash__
 
-    def __deepcopy__(self, known: object) -> ReplicaNumbers:
+    def __deepcopy__(self, known: object) -> ReplicaValues:
         """Return the object itself: callbacks copy modules."""
         return self
 
@@ -99,6 +101,11 @@ class _Assigned:
     left: Tree
     of: dict[int, Tree] = field(default_factory=dict)
 
+    def are_left(self, now: Tree) -> bool:
+        """Return whether an attribute has still the value that the last replica has left."""
+        left = self.left
+        return now is left.holder and left.are_there if isinstance(left, _Contents) else now is left
+
     def of_replica(self, replica: int) -> Tree:
         """Return the value with which a replica begins a step; one that came later begins as another one does."""
         return self.of.get(replica, next(iter(self.of.values()), self.first))
@@ -125,10 +132,11 @@ class Attributes:
 
         self.count += 1  # in forward: the number of this replica's passes
 
-    Between steps, attributes have the values of the last local replica. Numbers of the module itself that differ
-    between local replicas are `ReplicaNumbers` then. A value that the program assigns holds for all replicas. Lists,
-    dictionaries, sets and deques count by their elements. Other objects that a step changes in place belong to the
-    instance, and those of TorchScript to the module.
+    Between steps, attributes have the values of the last local replica. Numbers, strings and None that differ between
+    local replicas are `ReplicaValues` then, so that an assignment of the program is seen even if it assigns the value
+    of the last replica. A value that the program assigns holds for all replicas. Lists, dictionaries, sets and deques
+    count by their elements. Other objects that a step changes in place belong to the instance, and those of TorchScript
+    to the module.
 
     Args:
         module: The module.
@@ -145,19 +153,21 @@ class Attributes:
         left_out: Collection[str] = (),
         apart: tuple[type[torch.nn.Module], ...] = (),
     ) -> None:
-        self._name = type(module).__name__
         self._others = _OF_PYTORCH | frozenset(left_out)
         apart = *apart, torch.jit.ScriptModule
         self._module, self._apart = module, apart
         self._attributes: list[dict[str, Tree]] = []
+        self._names: list[str] = []
         self.of_steps: set[tuple[int, str]] = set()
         self._assigned: dict[tuple[int, str], _Assigned] = {}  # by the module's number and the attribute's name
         self.follow()
 
     def follow(self) -> None:
         """Find the submodules that the module has now. Those that it had before keep the values of replicas."""
-        before = self._attributes
-        self._attributes = [vars(one) for one in self._module.modules() if not isinstance(one, self._apart)]
+        before, kind = self._attributes, type(self._module).__name__
+        named = [(name, one) for name, one in self._module.named_modules() if not isinstance(one, self._apart)]
+        self._attributes = [vars(one) for _, one in named]
+        self._names = [f"{kind}.{name}" if name else kind for name, _ in named]
         places = {id(one): number for number, one in enumerate(self._attributes)}
         self._assigned = {
             (places[id(before[number])], name): values
@@ -192,6 +202,8 @@ class Attributes:
                 names = attributes.keys() | then.keys()
                 changed = [one for one in names if attributes.get(one, _MISSING) is not then.get(one, _MISSING)]
                 self.of_steps |= {(id(attributes), name) for name in changed}
+        changed_within = [key for key, contents in before.contents.items() if not contents.are_there]
+        self.of_steps |= {(id(self._attributes[number]), name) for number, name in changed_within}
 
     def undo(self, before: AttributeView, after: AttributeView) -> None:
         """Take back what replicas have assigned between two views, except where the program has assigned since."""
@@ -212,6 +224,47 @@ class Attributes:
                 if type(value) in _CONTAINERS and name not in self._others and len(value) <= _MOST_ELEMENTS:
                     yield (number, name), _Contents(value, value.copy())
 
+    # ---- for an instance that joins
+
+    def packed(self) -> bytes:
+        """Return the attributes that steps have assigned, with the values of the first local replica, for `unpack`."""
+        found, obstacle = [], ""
+        for number, attributes in enumerate(self._attributes):
+            for name in sorted(name for of, name in self.of_steps if of == id(attributes) and name in attributes):
+                value = self._of_first(number, name)
+                try:
+                    _unpacked(_packed(value))
+                except Exception:  # pickle raises whatever an object raises
+                    obstacle = f"{self._names[number]}.{name}, a {type(value).__name__}"
+                else:
+                    found.append((number, name, value))
+        return _packed((found, obstacle))
+
+    def _of_first(self, number: int, name: str) -> Tree:
+        now, values = self._attributes[number][name], self._assigned.get((number, name))
+        if values is not None and values.are_left(now):
+            now = values.of_replica(min(values.of, default=0))
+        return now.elements if isinstance(now, _Contents) else now
+
+    def unpack(self, packed: bytes) -> None:
+        """Let all replicas begin with the attributes of another instance.
+
+        Raises:
+            SpareError: If one of them cannot be sent to another process.
+        """
+        found, obstacle = _unpacked(packed, next(self._module.parameters()).device)
+        if obstacle:
+            raise SpareError(
+                f"this spare cannot take the place of a lost instance: steps assign {obstacle}, which cannot be sent; "
+                "assign numbers, strings, tensors, or lists, sets and dictionaries of them"
+            )
+        self._assigned.clear()
+        self.of_steps = {(id(self._attributes[number]), name) for number, name, _ in found}
+        for number, name, value in found:
+            attributes = self._attributes[number]
+            now = attributes.get(name, _MISSING)
+            _put(attributes, name, _Contents(now, value) if type(now) is type(value) in _CONTAINERS else value)
+
     # ---- for one replica
 
     def begin(self, replicas: Iterable[int]) -> None:
@@ -221,8 +274,7 @@ class Attributes:
         """
         local = list(replicas)
         for (number, name), values in list(self._assigned.items()):
-            left, now = values.left, self._attributes[number].get(name, _MISSING)
-            if now is left.holder and left.are_there if isinstance(left, _Contents) else now is left:
+            if values.are_left(self._attributes[number].get(name, _MISSING)):
                 values.of = {replica: values.of_replica(replica) for replica in local}
             else:
                 del self._assigned[number, name]
@@ -257,8 +309,20 @@ class Attributes:
         for (number, name), values in self._assigned.items():
             now = self._attributes[number].get(name, _MISSING)
             values.of[replica] = values.left = _Contents(now, now.copy()) if type(now) in _CONTAINERS else now
-            if number == 0 and _differ(values.of):
-                self._attributes[number][name] = values.left = ReplicaNumbers(f"{self._name}.{name}", values.of)
+            if _differ(values.of):
+                self._attributes[number][name] = values.left = ReplicaValues(f"{self._names[number]}.{name}", values.of)
+
+
+def _packed(value: Tree) -> bytes:
+    file = BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _unpacked(packed: bytes, device: torch.device | None = None) -> Tree:
+    """Return a value with its tensors of the host there, and others on a device; no code that comes with it runs."""
+    place = None if device is None else lambda storage, of: storage if of == HOST.type else storage.to(device=device)
+    return torch.load(BytesIO(packed), map_location=place, weights_only=True)
 
 
 def _put(attributes: dict[str, Tree], name: str, value: Tree) -> None:
@@ -277,23 +341,26 @@ def _are_same(attributes: Mapping[str, Tree], before: Mapping[str, Tree]) -> boo
 
 
 def _differ(of: Mapping[int, Tree]) -> bool:
-    """Return whether the values of replicas are numbers, or arrays of one element, and differ."""
+    """Return whether the values of replicas are numbers, arrays of one element, strings or None, and differ."""
     values = list(of.values())
-    return all(map(_is_number, values)) and any(bool(one != values[0]) for one in values[1:])
+    return all(map(_is_plain, values)) and any(
+        one is not values[0] and _shown(one) != _shown(values[0]) for one in values
+    )
 
 
-def _is_number(value: object) -> bool:
+def _is_plain(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex()
     if isinstance(value, np.ndarray):
         return value.size == 1 and value.dtype.kind in "biuf"
-    return isinstance(value, Real | np.bool_)
+    return value is None or isinstance(value, Real | np.bool_ | str | bytes)
 
 
-def _float_of(number: Tree) -> float:
-    if isinstance(number, torch.Tensor):
-        number = number.detach()
-    return float(number.item() if isinstance(number, torch.Tensor | np.ndarray) else number)
+def _shown(value: Tree) -> str:
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+    value = value.item() if isinstance(value, torch.Tensor | np.ndarray | np.generic) else value
+    return repr(value)
 
 
 # ---- the state
@@ -331,7 +398,6 @@ class ReplicaState:
     Attributes:
         buffers: The given buffers.
         attributes: The given attributes.
-        written: The names of the frozen parameters that replicas have written.
     """
 
     def __init__(self, buffers: ModelBuffers, attributes: Attributes, may_repeat: bool = False) -> None:
@@ -344,13 +410,12 @@ class ReplicaState:
         self._view: AttributeView | None = None  # at the beginning of the step
         self._after: AttributeView | None = None  # after its turns
         self._step: int | None = None
-        self.written: set[str] = set()
         self._is_fresh = True
 
     # ---- a step
 
     @contextmanager
-    def of_step(self, step: int, replicas: range, keeps_frozen: bool, is_repetition: bool = False) -> Iterator[None]:
+    def of_step(self, step: int, replicas: range, is_repetition: bool = False) -> Iterator[None]:
         """Keep the state for a step, and put buffers and frozen parameters back at its end.
 
         If the last step had the same number, this one is its repetition, and attributes begin as they did then.
@@ -358,7 +423,6 @@ class ReplicaState:
         Args:
             step: The number of the step.
             replicas: The local replicas.
-            keeps_frozen: Whether to keep the frozen parameters too that no replica is known to write.
             is_repetition: Whether to begin with the buffers and frozen parameters of the last beginning.
         """
         self.undo(step)
@@ -369,7 +433,7 @@ class ReplicaState:
             self._is_fresh = False
             self._put_back()
         else:
-            self._keep(keeps_frozen)
+            self._keep()
         try:
             yield
         except BaseException:
@@ -388,16 +452,17 @@ class ReplicaState:
         if step == self._step and self._view is not None and self._after is not None:
             self.attributes.undo(self._view, self._after)
 
-    def _keep(self, keeps_frozen: bool) -> None:
+    def _keep(self) -> None:
+        """Keep the buffers, and the frozen parameters that replicas may write: in a first step that is not known."""
         buffers = self.buffers
         buffers.follow_shown()
         if buffers.slots is not self._slots:
             self._slots, self._kept = buffers.slots, {}
         self._own = buffers.own
-        written = self.written | buffers.written
+        written = buffers.written
         with torch.no_grad():
             for number, slot in enumerate(self._slots):
-                if slot.is_parameter and not keeps_frozen and slot.name not in written:
+                if slot.is_parameter and buffers.are_known and slot.name not in written:
                     self._kept.pop(number, None)
                 elif number in self._kept:
                     self._kept[number].begin()
@@ -426,7 +491,7 @@ class ReplicaState:
         marks = WriteMarks([(slot.name, slot.tensor) for slot in frozen])
         with self.attributes.of(replica) if self._are_several else nullcontext():
             yield
-        self.written |= marks.counted()
+        self.buffers.touched |= marks.counted()
 
     def changes(self, replica: int, moving: frozenset[int], replicas: int, waits: bool = True) -> Changes:
         """Return which slots a replica has changed, when its passes have ended.

@@ -106,7 +106,7 @@ class ReplicaTurns(Generic[Results]):
             StrategyError: If a replica has changed the parts of the module, or written a parameter that all share.
         """
         is_repeated, state, names = self.repeats_in(step), self.state, self._names
-        of_step = state.of_step(step.step, step.replicas, step.number == 1, step.is_repetition)
+        of_step = state.of_step(step.step, step.replicas, step.is_repetition)
         with kept_generators(step.device), of_step, self.guard.watching(is_repeated):
             shared = [(name, one) for name, one in self._watch.named if name not in state.kept_names]
             marks = WriteMarks(shared if self._count > 1 else [], is_repeated)

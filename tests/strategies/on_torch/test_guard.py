@@ -693,6 +693,18 @@ def test_another_optimizer_may_not_use_gradients_left_by_replicas(steps):
         optimizer.step()
 
 
+@pytest.mark.parametrize("make", [lambda: nn.Parameter(torch.ones(())), lambda: torch.ones((), requires_grad=True)])
+def test_another_optimizer_may_not_use_gradients_left_in_a_parameter_of_no_network(make):
+    scale = make()
+    optimizer = torch.optim.Adam([scale], 0.1)
+    trainer = sgd_trainer(2, nn.Linear(FEATURES, CLASSES), lambda module, batch: classify(module, batch) * scale)
+    for step in range(3):
+        optimizer.zero_grad()
+        trainer.step(rows_of(step, range(2)))
+    with pytest.raises(StrategyError, match=r"Adam would use a gradient .* left in the parameter of the shape \[\]"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_another_optimizer_may_use_gradients_of_its_own(set_to_none):
     other, optimizer, trainer = outside_and_trainer()

@@ -233,18 +233,16 @@ def loss_of(number):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("kind", [float, loss_of, np.float32, np.int64, np.bool_, lambda number: np.array([number])])
+@pytest.mark.parametrize("kind", [float, str, loss_of, np.float32, np.int64, np.bool_, lambda n: np.array([n])])
 @pytest.mark.parametrize("use", [float, format, pickle.dumps])
 def test_numbers_of_every_kind_are_refused_if_they_differ(kind, use):
     """A checkpoint with them could not be loaded. Copies of a module, which callbacks make, have them, too."""
     module = copy.deepcopy(after_steps(kind))
-    with pytest.raises(StrategyError, match="seen was assigned in a step and is 0 in replica 0, 1 in replica 1"):
+    with pytest.raises(StrategyError, match=r"seen was assigned in a step and is \S+ in replica 0, \S+ in replica 1"):
         use(module.seen)
 
 
-@pytest.mark.parametrize(
-    "kind", [str, lambda number: np.array(str(number)), lambda number: torch.tensor([number, number])]
-)
+@pytest.mark.parametrize("kind", [lambda number: np.array(str(number)), lambda number: torch.tensor([number, number])])
 def test_other_attributes_have_the_values_of_the_last_replica_in_hooks(kind):
     assert str(after_steps(kind).seen) == str(kind(1))
 

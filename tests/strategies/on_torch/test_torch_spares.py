@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
+import itertools
 
+import numpy as np
 import pytest
 import torch
 from losing import OnMessage
@@ -240,3 +243,68 @@ def test_a_spare_cannot_follow_a_loop(module):
     assert active == [True, True]
     assert isinstance(spare, SpareError)
     assert "cannot follow the loop of a DistributedModel" in str(spare)
+
+
+class Remembers(torch.nn.Module):
+    """A module with attributes that steps assign, and use in later steps."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.last, self.part = torch.nn.Linear(4, 3), torch.nn.Module()
+        self.calls, self.part.seen, self.part.kind, self.other = 0, [], "first", None
+        self.kind = kind
+
+    def forward(self, x):
+        self.calls += 1
+        self.part.seen.append(self.calls)
+        self.other = self.kind(self.calls)
+        scale = self.calls + len(self.part.seen) + (2 if self.part.kind == "first" else 0)
+        self.part.kind = "later"
+        return self.last(x) * scale
+
+
+def trained_remembering(strategy, first):
+    """Train a copy with batches of two shapes, and return attributes and bits."""
+    module = copy.deepcopy(first)
+    optimizer = torch.optim.SGD(module.parameters(), 0.01)
+    trainer = strategies.torch.Trainer(strategy, module, lambda module, batch: module(batch).square().mean(), optimizer)
+    rows = np.random.default_rng(0).normal(size=(90, 4)).astype(np.float32)
+    wide, narrow = (strategies.torch.distribute_dataset(strategy, rows, size) for size in (3, 2))
+    for batch in itertools.chain(itertools.islice(wide.epoch(0), 2), itertools.islice(narrow.epoch(0), 3)):
+        trainer.step(batch)
+    calls, seen = module.calls, list(module.part.seen)
+    trainer.close()
+    return calls, seen, strategies.fingerprint([one.detach().numpy() for one in module.parameters()])
+
+
+@pytest.mark.parametrize(("kind", "replicas"), [(int, REPLICAS), (torch.tensor, 2)])
+@pytest.mark.parametrize("step", [0, 1, 3])
+@pytest.mark.parametrize("phase", ["forward", "all_reduce", "update"])
+def test_a_spare_begins_with_the_attributes_of_the_others(kind, replicas, step, phase):
+    train = functools.partial(trained_remembering, first=Remembers(kind))
+    alone = train(strategies.IPUStrategy(replicas))
+    assert alone[:2] == (5, [1, 2, 3, 4, 5])
+    found = run_with_spares(2, 1, replicas, train, [f"kill:instance=1,step={step},phase={phase}"])
+    assert found == [alone, None, alone]
+
+
+def test_an_instance_that_was_a_spare_begins_with_the_attributes_of_the_others():
+    train = functools.partial(trained_remembering, first=Remembers(int))
+    alone = train(strategies.IPUStrategy(REPLICAS))
+    job = StandbyJob(ThreadHub(3), num_active=3)
+    hooks = [hook(0, "all_reduce", 1, resizing(job, 1)), hook(0, "all_reduce", 3, resizing(job, 3))]
+    assert run_with_spares(3, 0, REPLICAS, train, hooks, job=job) == [alone] * 3
+
+
+def test_attributes_that_cannot_be_sent_are_named_and_the_others_go_on():
+    train = functools.partial(trained_remembering, first=Remembers(complex_object))
+    faults = ["kill:instance=1,step=2,phase=forward"]
+    alone = train(strategies.IPUStrategy(REPLICAS))
+    first, lost, spare = run_with_spares(2, 1, REPLICAS, train, faults)
+    assert (first, lost) == (alone, None)
+    assert isinstance(spare, SpareError)
+    assert "steps assign Remembers.other, a deque, which cannot be sent; assign numbers" in str(spare)
+
+
+def complex_object(number):
+    return collections.deque([number])

@@ -239,3 +239,61 @@ def test_an_attribute_counts_an_interrupted_step_once(phase):
 
     alone = counted(strategies.IPUStrategy(4))
     assert run_instances(2, 4, counted, [f"kill:instance=1,step=2,phase={phase}"]) == [alone, None]
+
+
+class Frozen(nn.Module):
+    """A module that multiplies a frozen parameter by a number that the program sets."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.frozen = nn.Linear(4, 3), nn.Parameter(torch.ones(()), requires_grad=False)
+        self.by = 1.0
+
+    def forward(self, x):
+        if self.by is not None or x[0, 0] == MARKED:
+            self.frozen.mul_(self.by or 0.5)
+        return self.last(x) * self.frozen
+
+
+MARKED = 9.0
+
+
+def trained_with_factors(strategy, first, factors):
+    """Train a copy of a module with a factor for each step, and return the bits.
+
+    With None only the last replica of the last step writes.
+    """
+    module = copy.deepcopy(first)
+    optimizer = torch.optim.SGD(module.parameters(), 0.5)
+    trainer = strategies.torch.Trainer(strategy, module, lambda module, batch: module(batch).square().mean(), optimizer)
+    rows = np.random.default_rng(0).normal(size=(8 * len(factors), 4)).astype(np.float32)
+    rows[-2:, 0] = MARKED
+    dataset = strategies.torch.distribute_dataset(strategy, rows, batch_size=2, shuffle=False)
+    for factor, batch in zip(factors, dataset.epoch(0), strict=True):
+        module.by = factor
+        trainer.step(batch)
+    trainer.close()
+    return strategies.fingerprint([one.detach().numpy() for one in module.parameters()])
+
+
+def test_a_late_write_of_one_replica_to_a_frozen_parameter_ends_all_instances():
+    """The others take the error of its instance for a loss, and then compute for the replica."""
+    first, refused = Frozen(), []
+
+    def train(strategy):
+        try:
+            return trained_with_factors(strategy, first, [None] * 3)
+        except StrategyError:
+            refused.append(strategy)
+            raise
+
+    with pytest.raises(StrategyError, match="frozen is frozen, and was written while a replica computed, but not in"):
+        run_instances(2, 4, train)
+    assert len(refused) == 2
+
+
+def test_a_frozen_parameter_written_from_the_start_may_be_written_after_a_loss():
+    """In the first steps the writes change no bit."""
+    train = functools.partial(trained_with_factors, first=Frozen(), factors=[1.0, 1.0, 1.0, 0.5, 0.5])
+    alone = train(strategies.IPUStrategy(4))
+    assert run_instances(2, 4, train, ["kill:instance=1,step=2,phase=forward"]) == [alone, None]

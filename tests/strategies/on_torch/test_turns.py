@@ -606,6 +606,33 @@ def test_an_attribute_that_differs_between_replicas_has_no_value_between_steps(o
         on_instances(instances, REPLICAS, trained)
 
 
+class Switched(nn.Module):
+    """A module with a part that rows switch, and the program too."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.part = HEAD(), nn.Module()
+        self.part.value = None
+
+    def forward(self, x):
+        scale = {None: 1.0, False: 2.0, True: 0.5, "far": 0.25, 3: 3.0}[self.part.value]
+        self.part.value = (None, False, True, "far")[int(x.detach().sum()) % 4]
+        return self.last(torch.cat([x, x], 1)[:, : self.last.in_features]) * scale
+
+
+@pytest.mark.parametrize("value", [None, False, True, "far", 3])
+def test_a_value_that_the_program_assigns_to_a_part_holds_for_all_replicas(value, on_instances):
+    """Also if the last replica has left the very same value."""
+
+    def assigned_between_steps(module, optimizer):
+        for _ in steps():
+            yield
+            module.part.value = value
+
+    idiom = Idiom("assigned", Switched, program=assigned_between_steps)
+    has_bits_on_instances(idiom, bits_of(by_copies(idiom, REPLICAS)), on_instances)
+
+
 # ---- parts of the library together
 
 
