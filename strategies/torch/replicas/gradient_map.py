@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -210,17 +210,14 @@ class GradientMap:
                 the same or share memory.
         """
         nodes = [get_gradient_edge(mine).node for _, mine in pairs]  # PyTorch drops a node without references
-        hooks = [
-            node.register_prehook(partial(_mapped, self, original, mine))
-            for node, (original, mine) in zip(nodes, pairs, strict=True)
-        ]
-        self.is_attached = True
-        try:
-            yield
-        finally:
-            self.is_attached = False
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as hooks:
+            for node, (original, mine) in zip(nodes, pairs, strict=True):
+                hooks.enter_context(node.register_prehook(partial(_mapped, self, original, mine)))
+            self.is_attached = True
+            try:
+                yield
+            finally:
+                self.is_attached = False
 
     def begin(self, number: int, scale: float, divisor: int, weight: float | None = None) -> None:
         """Set the scale of a micro-batch's loss, and the divisor and weight that the map applies to its gradients.

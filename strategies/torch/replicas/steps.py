@@ -286,12 +286,10 @@ class LocalReplicas:
         def gradient_is_complete(parameter: torch.Tensor) -> None:
             counts[id(parameter)] += 1
 
-        hooks = [mine.register_post_accumulate_grad_hook(gradient_is_complete) for _, mine in pairs]
-        try:
+        with ExitStack() as hooks:
+            for _, mine in pairs:
+                hooks.enter_context(mine.register_post_accumulate_grad_hook(gradient_is_complete))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
         self._streams &= max(counts.values(), default=0) <= self._options.gradient_accumulation_count
 
     def _drop_gradients(self) -> None:
@@ -401,15 +399,10 @@ class StreamedGradients:
     @contextmanager
     def of(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Callable[[], None]]:
         """Take the gradients of a replica's parameters as soon as they are complete; yield a function that begins."""
-        hooks = [
-            mine.register_post_accumulate_grad_hook(partial(self._send, number))
-            for number, (_, mine) in enumerate(pairs)
-        ]
-        try:
+        with ExitStack() as hooks:
+            for number, (_, mine) in enumerate(pairs):
+                hooks.enter_context(mine.register_post_accumulate_grad_hook(partial(self._send, number)))
             yield self._begin
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _begin(self) -> None:
         self._thread = threading.get_ident()
