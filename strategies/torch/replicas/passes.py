@@ -184,14 +184,27 @@ class ReplicaPasses:
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
         maps: ExitStack,
     ) -> torch.Tensor:
-        """Return the loss for the backward pass. For a running mean, also rescale the gradients so far."""
+        """Return the loss for the backward pass. For a running mean, also rescale the gradients so far.
+
+        If the weight is 0, make zeros of this micro-batch's gradients, because 0 times NaN is NaN. If layers meet those
+        of other replicas, gradients of their losses arrive here as well, and they stay.
+
+        Raises:
+            StrategyError: If layers meet others, and gradients are mapped, or the loss has the weight 0 and is not
+                finite.
+        """
         if self._options.method is RUNNING_MEAN and number:
             for _, parameter in pairs:
                 if parameter.grad is not None:
                     parameter.grad.mul_(number / (number + 1))
         divisor = self._options.divisor(number)
-        if weight is not None:
-            self._zero_gradients(loss, number, scale, weight, pairs, maps)
+        if weight is not None and self._meets:
+            check_weight_with_sync_layers(loss, weight, self._map is not None)
+        elif weight is not None:
+            self._has_weights = True
+            if not self._zeros.is_attached and (weight == 0 or self._options.pipeline is not None):
+                maps.enter_context(self._zeros.attached(pairs))
+            self._zeros.begin(number, scale, 1, weight)
         if self._map is not None:
             self._map.begin(number, scale, divisor, weight)
             return loss * scale if scale != 1 else loss
@@ -200,31 +213,6 @@ class ReplicaPasses:
         if divisor != 1:
             loss = loss / divisor
         return loss * scale if scale != 1 else loss
-
-    def _zero_gradients(
-        self,
-        loss: torch.Tensor,
-        number: int,
-        scale: float,
-        weight: float,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        maps: ExitStack,
-    ) -> None:
-        """Make zeros of this micro-batch's gradients if its weight is 0, because 0 times NaN is NaN.
-
-        If layers meet those of other replicas, gradients of their losses arrive here as well, and they stay.
-
-        Raises:
-            StrategyError: If layers meet others, and gradients are mapped, or the loss has the weight 0 and is not
-                finite.
-        """
-        if self._meets:
-            check_weight_with_sync_layers(loss, weight, self._map is not None)
-            return
-        self._has_weights = True
-        if not self._zeros.is_attached and (weight == 0 or self._options.pipeline is not None):
-            maps.enter_context(self._zeros.attached(pairs))
-        self._zeros.begin(number, scale, 1, weight)
 
 
 def _divided(value: Fact, count: int) -> Fact:
