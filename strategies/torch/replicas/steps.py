@@ -219,12 +219,22 @@ class LocalReplicas:
             turns = self._at_once(turns) if last else turns
 
         def take(place: int, results: ReplicaResults, gradients: Gradients) -> None:
-            if self.exchange is None:
+            passes, exchange = results.passes, self.exchange
+            if exchange is None:
                 assert make_exchange is not None
-                self.exchange = make_exchange(results.passes.names)
-            self._check_metric_names(results.passes.names)
+                exchange = self.exchange = make_exchange(passes.names)
+            if passes.names != exchange.names:
+                raise StrategyError(
+                    f"a replica has the metrics {', '.join(passes.names)}, but earlier the metrics were "
+                    f"{', '.join(exchange.names)}; return the same names, in the same order, in every step"
+                )
             self.results.append(results)
-            self._take(place, results, gradients, inputs, streamed if place == last else None)
+            if streamed is not None and place == last:
+                streamed.rest(gradients)
+            else:
+                exchange.take_all(gradients, place)
+            seen, changes, notice = results.seen, results.changes, inputs.notice
+            exchange.set_tail(TailValues(passes.values, inputs.settings, seen, changes, notice, passes.weight), place)
 
         with intra_op_threads(self._options.intra_op_threads):
             self._turns.run(self._of_step(inputs), turns, again, take, replay)
@@ -316,34 +326,6 @@ class LocalReplicas:
                 mine.grad = gradient
 
         return come_back
-
-    def _check_metric_names(self, names: tuple[str, ...]) -> None:
-        assert self.exchange is not None
-        if names != self.exchange.names:
-            raise StrategyError(
-                f"a replica has the metrics {', '.join(names)}, but earlier the metrics were "
-                f"{', '.join(self.exchange.names)}; return the same names, in the same order, in every step"
-            )
-
-    # ---- gradients
-
-    def _take(
-        self,
-        place: int,
-        results: ReplicaResults,
-        gradients: Sequence[torch.Tensor | None],
-        inputs: StepInputs,
-        streamed: StreamedGradients | None,
-    ) -> None:
-        """Hand the gradients of a replica to the exchange."""
-        exchange, passes = self.exchange, results.passes
-        assert exchange is not None
-        if streamed is not None:
-            streamed.rest(gradients)
-        else:
-            exchange.take_all(gradients, place)
-        tail = TailValues(passes.values, inputs.settings, results.seen, results.changes, inputs.notice, passes.weight)
-        exchange.set_tail(tail, place)
 
     # ---- gradients that leave while the backward pass runs
 
