@@ -145,7 +145,11 @@ class PopDistProcessGroup(_Base):
             for output, tensors in zip(outputs, inputs, strict=True):
                 values = _flat(tensors[0]) if len(tensors) == 1 else torch.cat([_flat(each) for each in tensors])
                 out = _flat(output)
-                _reduce_scatter(self._communicator, values, out, op, name)
+                if op in _ORDERED and values.dtype is not torch.bool:
+                    self._communicator.reduce_scatter(_numbers(values), _numbers(out), _ORDERED[op], name=name)
+                else:
+                    whole = _all_reduce(self._communicator, values.clone(), op, f"reduce_scatter {name}")
+                    out.copy_(whole.view(self.size(), -1)[self.rank()])
                 _copy_into(output, out)
 
         return self._begin(title, action, [*outputs, *every], opts, len(outputs))
@@ -376,13 +380,11 @@ class PopDistProcessGroup(_Base):
         """
         if self._communicator.is_inherited:
             return  # a forked child leaves the group to its parent
-        if sys.exc_info()[0] is None and not self._is_left:
-            try:
+        try:
+            if sys.exc_info()[0] is None and not self._is_left:
                 self.drain()
                 self._communicator.close()
-            finally:
-                self._release()
-        else:
+        finally:
             self._release()
 
     def abort(self) -> None:
@@ -553,22 +555,7 @@ def _all_reduce(communicator: Communicator, values: torch.Tensor, op: str, name:
     if op in _ORDERED:
         communicator.all_reduce(_numbers(values), _ORDERED[op], name=name)
         return values
-    return _combined(communicator, values, op, name)
-
-
-def _reduce_scatter(
-    communicator: Communicator, values: torch.Tensor, out: torch.Tensor, op: str, name: str = ""
-) -> None:
-    """Reduce a flat tensor as `all_reduce` does; write this rank's block into `out`, a flat contiguous tensor."""
-    if op in _ORDERED and values.dtype is not torch.bool:
-        communicator.reduce_scatter(_numbers(values), _numbers(out), _ORDERED[op], name=name)
-        return
-    whole = _all_reduce(communicator, values.clone(), op, f"reduce_scatter {name}")
-    out.copy_(whole.view(communicator.size, -1)[communicator.rank])
-
-
-def _combined(communicator: Communicator, values: torch.Tensor, op: str, name: str) -> torch.Tensor:
-    """Reduce by gathering: for operations that the collectives do not have."""
+    # The collectives do not have the other operations, so gather the values.
     rows = torch.from_numpy(communicator.all_gather(_bits(values), name=f"{op} {_descriptions([values])} {name}"))
     if not values.numel():  # view refuses the strides of rows without elements
         return values
