@@ -14,23 +14,19 @@ from strategies.errors import SpareError
 Wait = Callable[[], None]
 """Waits until this spare has become active. If it does not, the function raises `SpareError` or `SystemExit`."""
 
+_ATTRIBUTES = (
+    *("device", "dtype", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_sparse", "itemsize", "layout"),
+    *("nbytes", "ndim", "requires_grad", "shape"),
+)
+_METHODS = (
+    *("__len__", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "nelement"),
+    *("numel", "requires_grad_", "size", "stride"),
+)
 _FACTS = frozenset(
     {
-        *(
-            getattr(torch.Tensor, name).__get__
-            for name in (
-                *("device", "dtype", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_sparse", "itemsize", "layout"),
-                *("nbytes", "ndim", "requires_grad", "shape"),
-            )
-        ),
+        *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES),
         *(getattr(torch.Tensor, name).__set__ for name in ("requires_grad",)),
-        *(
-            getattr(torch.Tensor, name)
-            for name in (
-                *("__len__", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "nelement"),
-                *("numel", "requires_grad_", "size", "stride"),
-            )
-        ),
+        *(getattr(torch.Tensor, name) for name in _METHODS),
     }
 )
 """The functions of PyTorch that need no values."""
@@ -125,7 +121,15 @@ class HiddenValues:
         parts = {id(one): one for one in (*self.module.parameters(), *self.module.buffers(), self.optimizer)}
         self._hidden = [(one, type(one)) for one in parts.values()]
         for one, kind in self._hidden:
-            self._hide(one, kind)
+            try:
+                if kind not in self._classes:
+                    part = _HiddenTensor if issubclass(kind, torch.Tensor) else _HiddenOptimizer
+                    self._classes[kind] = type(f"Hidden{kind.__name__}", (part, kind), {"training": self})
+                one.__class__ = self._classes[kind]  # as PyTorch's lazy modules do
+            except TypeError as error:
+                raise SpareError(
+                    f"a spare cannot hide the values of a {kind.__name__}: {error}; use torch.nn.Parameter and tensors"
+                ) from error
         vars(self.module)["zero_grad"] = _no_gradients
         self.is_hidden = True
 
@@ -156,17 +160,6 @@ class HiddenValues:
             for one in (*self.module.parameters(), *self.module.buffers()):
                 if one.is_floating_point() or one.is_complex():
                     one.fill_(math.nan)
-
-    def _hide(self, one: object, kind: type) -> None:
-        try:
-            if kind not in self._classes:
-                part = _HiddenTensor if issubclass(kind, torch.Tensor) else _HiddenOptimizer
-                self._classes[kind] = type(f"Hidden{kind.__name__}", (part, kind), {"training": self})
-            one.__class__ = self._classes[kind]  # as PyTorch's lazy modules do
-        except TypeError as error:
-            raise SpareError(
-                f"a spare cannot hide the values of a {kind.__name__}: {error}; use torch.nn.Parameter and tensors"
-            ) from error
 
 
 def _no_gradients(set_to_none: bool = True) -> None:
