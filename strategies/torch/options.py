@@ -112,28 +112,24 @@ class TorchOptions(CommonOptions):
                     "from the names of buffers to these"
                 )
         if self.pipeline is not None:
-            self._check_pipeline_options()
+            if schedule_named(self.pipeline.schedule).name == _SPLIT:
+                raise ValueError(
+                    "the schedule 'zero_bubble' splits backward passes into two parts, which PyTorch's autograd "
+                    "computes at once; use 'one_forward_one_backward', or a pipeline of JAX"
+                )
+            if self.method is GradientAccumulationReductionMethod.RUNNING_MEAN:
+                raise ValueError(
+                    "a running mean changes all gradients before each micro-batch, but a pipeline adds gradients of "
+                    "other micro-batches at that time; use reduction_method='mean'"
+                )
+            if self.device is not None:
+                raise ValueError(
+                    f"replica_device is {self.replica_device!r}, on which replicas take turns, but the stages of a "
+                    "pipeline compute on the cores of the host at once; use one of the two"
+                )
         if self.shards_state and self.before_update is not None:
             raise ValueError(
                 "before_update needs whole mean gradients, but sharded optimizer state has parts; use one of the two"
-            )
-
-    def _check_pipeline_options(self) -> None:
-        assert self.pipeline is not None
-        if schedule_named(self.pipeline.schedule).name == _SPLIT:
-            raise ValueError(
-                "the schedule 'zero_bubble' splits backward passes into two parts, which PyTorch's autograd computes "
-                "at once; use 'one_forward_one_backward', or a pipeline of JAX"
-            )
-        if self.method is GradientAccumulationReductionMethod.RUNNING_MEAN:
-            raise ValueError(
-                "a running mean changes all gradients before each micro-batch, but a pipeline adds gradients of other "
-                "micro-batches at that time; use reduction_method='mean'"
-            )
-        if self.device is not None:
-            raise ValueError(
-                f"replica_device is {self.replica_device!r}, on which replicas take turns, but the stages of a "
-                "pipeline compute on the cores of the host at once; use one of the two"
             )
 
     def streams_over(self, replicas: Replicas) -> bool:
@@ -152,9 +148,8 @@ class TorchOptions(CommonOptions):
         if self.map_gradient is None:
             return None
         keeps_bad = self.check_numerics or self.scaling is not None
-        return GradientMap(
-            self.map_gradient, keeps_bad, 1 if self.pipeline is None else self.gradient_accumulation_count
-        )
+        at_once = 1 if self.pipeline is None else self.gradient_accumulation_count
+        return GradientMap(self.map_gradient, keeps_bad, at_once)
 
     def zeros(self) -> GradientMap:
         """Return the map that makes zeros of gradients whose loss has the weight 0, and keeps others."""

@@ -80,7 +80,12 @@ def recorded(loss: torch.Tensor, begins: Sequence[int]) -> RecordedGraph:
     Raises:
         StrategyError: If the loss is a parameter, which no node has computed.
     """
-    nodes = [_node_of(loss)]
+    if loss.grad_fn is None:
+        raise StrategyError(
+            f"the loss is a parameter of shape {list(loss.shape)}, but a pipeline's stages must compute it; return a "
+            "value computed from the parameter, as 1 * loss"
+        )
+    nodes = [loss.grad_fn]
     numbers, shape = {nodes[0]: 0}, [loss.output_nr]
     sequence: dict[int, int] = {}
     parts: dict[int, int] = {}
@@ -103,15 +108,6 @@ def recorded(loss: torch.Tensor, begins: Sequence[int]) -> RecordedGraph:
             shape += (found, place)
     order = sorted(sequence, key=sequence.__getitem__)
     return RecordedGraph(nodes, (*shape, *order), parts, order)
-
-
-def _node_of(loss: torch.Tensor) -> Node:
-    if loss.grad_fn is None:
-        raise StrategyError(
-            f"the loss is a parameter of shape {list(loss.shape)}, but a pipeline's stages must compute it; return a "
-            "value computed from the parameter, as 1 * loss"
-        )
-    return loss.grad_fn
 
 
 class StageEntries:
@@ -218,11 +214,10 @@ class PipelineRun:
 
     def _at_once(self, timetable: Timetable, work: Work, replica: int) -> None:
         runner = ScheduleRunner(self._schedule_graph, time.perf_counter())
+        queues = [ActionQueue(runner, actions, timetable) for actions in self._of_each]
         cursors = [
-            StageCursor(
-                self._stages, self._entries, number, ActionQueue(runner, actions, timetable), self._instruments, replica
-            )
-            for number, actions in enumerate(self._of_each)
+            StageCursor(self._stages, self._entries, number, queue, self._instruments, replica)
+            for number, queue in enumerate(queues)
         ]
         # the first micro-batch comes last: the others sleep by then, and do not contend for Python's lock
         raise_first([self._threads.submit(cursor.run, work) for cursor in reversed(cursors)])

@@ -242,13 +242,24 @@ class GradientMap:
             return torch.zeros_like(gradient)
         if self._function is None:
             return gradient
-        self._count(parameter)
+        self._calls[id(parameter)] += 1
+        if self._calls[id(parameter)] > self._at_once:
+            raise StrategyError(
+                f"map_gradient needs the whole gradient of a micro-batch, but the gradient of a parameter of shape "
+                f"{list(parameter.shape)} comes in parts, as it does if several reentrant checkpoints use it; use "
+                "checkpoint(..., use_reentrant=False)"
+            )
         plain = gradient
         if self._scale != 1:
             plain = gradient.to(torch.promote_types(gradient.dtype, torch.float32)) / self._scale
         version = plain._version
-        new = self._function(plain, parameter)
-        _check_mapped_gradient(new, plain)
+        new: object = self._function(plain, parameter)
+        if not isinstance(new, torch.Tensor):
+            raise TypeError(f"map_gradient returns a {type(new).__name__}; it must return the gradient, a tensor")
+        if new.shape != plain.shape:
+            raise ValueError(
+                f"map_gradient returns shape {list(new.shape)} for a gradient of {list(plain.shape)}; keep the shape"
+            )
         if plain._version != version:
             raise StrategyError(
                 "map_gradient writes to the gradient that it gets, which autograd may use elsewhere; return a new "
@@ -258,15 +269,6 @@ class GradientMap:
         if self._keeps_bad:
             new = torch.where(plain.isfinite(), new, plain)
         return (new * self._scale / self._divisor * (1.0 if weight is None else weight)).to(gradient.dtype)
-
-    def _count(self, parameter: torch.Tensor) -> None:
-        self._calls[id(parameter)] += 1
-        if self._calls[id(parameter)] > self._at_once:
-            raise StrategyError(
-                f"map_gradient needs the whole gradient of a micro-batch, but the gradient of a parameter of shape "
-                f"{list(parameter.shape)} comes in parts, as it does if several reentrant checkpoints use it; use "
-                "checkpoint(..., use_reentrant=False)"
-            )
 
 
 def multiplied(function: MapGradient, factor: int) -> MapGradient:
@@ -283,12 +285,3 @@ def _mapped(
         return tuple(gradients)
     is_same = original.data_ptr() == mine.data_ptr() and original.shape == mine.shape
     return (own(gradient, original if is_same else mine),)
-
-
-def _check_mapped_gradient(new: object, gradient: torch.Tensor) -> None:
-    if not isinstance(new, torch.Tensor):
-        raise TypeError(f"map_gradient returns a {type(new).__name__}; it must return the gradient, a tensor")
-    if new.shape != gradient.shape:
-        raise ValueError(
-            f"map_gradient returns shape {list(new.shape)} for a gradient of {list(gradient.shape)}; keep the shape"
-        )
