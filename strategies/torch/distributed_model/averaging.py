@@ -379,8 +379,10 @@ class GradientAveraging:
                 active,
                 ", and freeze it on all of them or on none",
             )
-        else:
-            self._add_missing(tail.has_gradient, of_each[0])
+        else:  # means are written over zeros where only other replicas have gradients
+            for number, (share, (_, parameter)) in enumerate(zip(tail.has_gradient, parts.named, strict=True)):
+                if share and of_each[0][number] is None:
+                    parameter.grad = of_each[0][number] = torch.zeros_like(parameter)
         if tail.metrics[4]:
             if tail.metrics[4] != active:
                 lacks = [result.weight is None for result in results]
@@ -399,12 +401,6 @@ class GradientAveraging:
         if active == 1:
             parts.compare_bits(self.loop.step, tail.settings)
         return MeanPassResult(_quotient(float(tail.metrics[2]), weight), of_each[0], values, weight, active)
-
-    def _add_missing(self, shares: np.ndarray, gradients: list[torch.Tensor | None]) -> None:
-        """Add gradients of zeros, over which means are written, where other replicas have gradients."""
-        for number, (share, (_, parameter)) in enumerate(zip(shares, self.parts.named, strict=True)):
-            if share and gradients[number] is None:
-                parameter.grad = gradients[number] = torch.zeros_like(parameter)
 
     def join_once(self) -> bool:
         """Take part in a backward pass of the other instances. Return True if no instance was in a backward pass."""

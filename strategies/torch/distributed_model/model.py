@@ -427,10 +427,18 @@ class ReplicaBackward:
         parts = parts_of(tensors_of(batch), len(local) * micro_batches)
         losses = [partial(loss_fn, part) for part in parts]
         self._averaging.follow()
-        turns = self._turns_now()
-        step = self._averaging.loop.step
-        number, device = step - self._first_step + 1, self._averaging.parts.device
-        of_step = TurnsOfStep(step, number, local, device, self._is_repetition)
+        averaged, step = self._averaging.parts, self._averaging.loop.step
+        if averaged.is_behind:
+            averaged.changes.follow()
+            self.attributes.follow()
+        key = self._replicas.communicator, local
+        if self._key != key or averaged.is_behind:  # it is not known what other instances or parts write
+            self._key, self._first_step = key, step
+        if self._turns is None:
+            count, may_repeat, watch = self._replicas.num_replicas_in_sync, self._replicas.can_carry_on, averaged.watch
+            self._turns = ReplicaTurns(self._module, watch, averaged.buffers, self.attributes, count, may_repeat)
+        turns = self._turns
+        of_step = TurnsOfStep(step, step - self._first_step + 1, local, averaged.device, self._is_repetition)
         self._is_repetition = True
         found: list[PassResult] = []
         every = [
@@ -441,20 +449,6 @@ class ReplicaBackward:
         if turns.repeats_in(of_step):
             check_repetition(self._replicas, turns.guard.found, step)
         return found
-
-    def _turns_now(self) -> ReplicaTurns[PassResult]:
-        """Return the turns. If other instances or parts are there, it is not known what they write."""
-        parts = self._averaging.parts
-        if parts.is_behind:
-            parts.changes.follow()
-            self.attributes.follow()
-        key = self._replicas.communicator, self._replicas.local_replicas
-        if self._key != key or parts.is_behind:
-            self._key, self._first_step = key, self._averaging.loop.step
-        if self._turns is None:
-            count, may_repeat = self._replicas.num_replicas_in_sync, self._replicas.can_carry_on
-            self._turns = ReplicaTurns(self._module, parts.watch, parts.buffers, self.attributes, count, may_repeat)
-        return self._turns
 
     def _turn(
         self, turns: ReplicaTurns[PassResult], replica: int, losses: Sequence[Callable[[], object]], begin: _Begin

@@ -316,12 +316,8 @@ class AveragedParts:
         title = "gradients" if self.number == 1 else f"gradients of model {self.number}"
         plan = TorchGradientPlan(parameters, self._options.transfer, title=title)
         if 1 < count == communicator.size:
-            obstacle = ""
-            if self._options.stream_gradients:
-                obstacle = (
-                    "gradients on a device are exchanged when the backward pass has ended; leave stream_gradients out"
-                )
-            path = path_of_loops(self._replicas, self.device, obstacle)
+            late = "gradients on a device are exchanged when the backward pass has ended; leave stream_gradients out"
+            path = path_of_loops(self._replicas, self.device, late if self._options.stream_gradients else "")
             if path is not None:
                 return DeviceExchange(plan, NAMES, path, ReplicaMemory(self.device), communicator)
         tail = Tail.size(len(NAMES), len(parameters), len(self.slots))

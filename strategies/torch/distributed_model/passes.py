@@ -415,18 +415,16 @@ class BackwardPasses:
         task = torch._C._current_graph_task_id()
         if task in self.tasks:
             return
-        if is_nested():
-            if not self.tasks:
-                raise StrategyError(
-                    "a DistributedModel takes part in a backward pass inside another one: a reentrant checkpoint "
-                    "surrounds the model, or its module is called directly; use "
-                    "checkpoint(..., use_reentrant=False), or call the DistributedModel and checkpoint inside of it"
-                )
-            self.tasks.add(task)
-            return
-        self.settle()
+        if not is_nested():
+            self.settle()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        elif not self.tasks:
+            raise StrategyError(
+                "a DistributedModel takes part in a backward pass inside another one: a reentrant checkpoint surrounds "
+                "the model, or its module is called directly; use checkpoint(..., use_reentrant=False), or call the "
+                "DistributedModel and checkpoint inside of it"
+            )
         self.tasks.add(task)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def begin_ready(self, passes: Sequence[ModelPass]) -> None:
         """Begin the exchanges that are ready, in the same order on all instances."""
