@@ -69,19 +69,15 @@ class TorchUpdate:
         self._memory: dict[int, int] = {}  # the address of each sharded whole parameter, by its id
         self._wholes = parameters_of(optimizer)  # in the order of the optimizer
         if self.is_sharded:
-            self._shard()
-
-    def _shard(self) -> None:
-        optimizer = self._optimizer
-        check_elementwise(optimizer)
-        _check_no_step_hooks(optimizer)
-        if optimizer.state:
-            raise StrategyError("the optimizer has already made steps; give a new one, whose state can be sharded")
-        for group in optimizer.param_groups:
-            group[PARAMS] = [self._part_of(parameter) for parameter in group[PARAMS]]
-        self._numbered = list(map(id, parameters_of(optimizer)))
-        shapes = [ShapeOfArray(tuple(one.shape), dtype_of(one)) for one in self._wholes]
-        self._gathered = ShardedArrays(self._shards, shapes, "parts of parameters")
+            check_elementwise(optimizer)
+            _check_no_step_hooks(optimizer)
+            if optimizer.state:
+                raise StrategyError("the optimizer has already made steps; give a new one, whose state can be sharded")
+            for group in optimizer.param_groups:
+                group[PARAMS] = [self._part_of(parameter) for parameter in group[PARAMS]]
+            self._numbered = list(map(id, parameters_of(optimizer)))
+            shapes = [ShapeOfArray(tuple(one.shape), dtype_of(one)) for one in self._wholes]
+            self._gathered = ShardedArrays(self._shards, shapes, "parts of parameters")
 
     @property
     def shards(self) -> Shards | None:
@@ -250,9 +246,7 @@ def _module_of(hook: object) -> str:
 def check_groups_supported(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise if the optimizer would mix the rows of groups of replicas."""
     grouped = [name for name, parameter in module.named_parameters() if groups_of(parameter) is not None]
-    if not grouped:
-        return
-    if not is_elementwise(optimizer):
+    if grouped and not is_elementwise(optimizer):
         raise StrategyError(
             f"{grouped[0]} has a row for each group of replicas, but {type(optimizer).__name__} is not known to "
             f"compute every element by itself; use one of {', '.join(ELEMENTWISE)}, or give the class an attribute "
@@ -312,11 +306,9 @@ def set_numbers(optimizer: torch.optim.Optimizer, groups: Tree) -> None:
     """Restore the hyperparameters that `numbers_of_groups` has returned."""
     for group, numbers in zip(optimizer.param_groups, groups, strict=True):
         for name, value in numbers.items():
-            if name == PARAMS:
-                continue
             if isinstance(group.get(name), torch.Tensor):
                 group[name].copy_(as_tensor(np.asarray(value)))
-            else:
+            elif name != PARAMS:
                 group[name] = plain_number(value)
 
 
