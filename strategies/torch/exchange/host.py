@@ -150,9 +150,7 @@ class HostExchange(GradientExchange):
     def _array(self, bucket: int, buffer: int, place: int) -> np.ndarray:
         """Return a buffer of a local replica. The first call allocates it, filled with zeros."""
         key = bucket, buffer
-        array = self._borrowed[place].get(key)
-        if array is None:
-            array = self._memory[place].get(key)
+        array = self._borrowed[place].get(key, self._memory[place].get(key))
         if array is None:
             own = self.plan.layouts[bucket].buffers[buffer]
             array = self._memory[place][key] = private_memory((own.size,), own.dtype)

@@ -273,10 +273,8 @@ class TorchCompiledPath(DevicePath):
             if work is not None:
                 work.wait()
         except RuntimeError as error:
-            waited_s = time.monotonic() - begun_s
-            text = (
-                f"the {what} of instance {self.rank} with {self.spread.size - 1} others failed after {waited_s:.1f} s"
-            )
+            waited_s, others = time.monotonic() - begun_s, self.spread.size - 1
+            text = f"the {what} of instance {self.rank} with {others} others failed after {waited_s:.1f} s"
             if waited_s >= self._limit_s:
                 raise CollectiveTimeoutError(f"{text}; timeout_s is {self._limit_s:g}: {error}") from error
             raise PeerLostError(f"{text}; one of them has failed or ended: {error}") from error

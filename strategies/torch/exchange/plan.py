@@ -337,8 +337,6 @@ def check_gradients_on_all(
     Raises:
         StrategyError: On all instances.
     """
-    if (shares == active).all():
-        return
     some = np.flatnonzero((shares > 0) & (shares < active)).tolist()
     if some:
         lacking = replicas_where(members, [not one for one in seen(some[0])], "who lacks a gradient")
