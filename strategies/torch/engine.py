@@ -303,7 +303,10 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             self._insist_on_same_bits(state)
         tensors = tensors_of(batch)
         local = self._local_for(batch, tensors)
-        self._let_go(local)
+        for parameter in self._training.parameters:  # the last gradients would occupy memory beside the new ones
+            parameter.grad = None
+        if local.exchange is not None:
+            local.exchange.let_go()
         scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
         settings = self._settings.settings_hash(state.step, state.parameters)
         inputs = StepInputs(state.step, scale, notice, settings, self._steps_made + 1)
@@ -322,13 +325,6 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
                 return
         insist_on_same_bits(replicas, host_arrays(state.tensors()), state.step)
 
-    def _let_go(self, local: LocalReplicas) -> None:
-        """Drop the gradients of the last step, so that they do not occupy memory beside the new ones."""
-        for parameter in self._training.parameters:
-            parameter.grad = None
-        if local.exchange is not None:
-            local.exchange.let_go()
-
     @override
     def finish_exchange(self, pending: TorchPending) -> ExchangeResult:
         training, exchange, local = self._training, pending.exchange, pending.local
@@ -337,9 +333,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         plan, results = exchange.plan, local.results
         tail, means, are_bad, has_weight = self._received(exchange, pending.inputs.scale, results)
         if settings_differ(*tail.settings):
-            insist_on_agreement(
-                self._replicas, settings_in_words(training.module, training.optimizer, training.update.wholes)
-            )
+            words = settings_in_words(training.module, training.optimizer, training.update.wholes)
+            insist_on_agreement(self._replicas, words)
         if not tail.has_gradient.any():
             raise StrategyError(
                 "no parameter of the module has a gradient, so the step would train nothing; compute the loss with the "
@@ -379,31 +374,19 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             WeightError: On all instances, if weights have no mean.
         """
         checks = self._training.loss_scale is not None or self._options.check_numerics
-        divisors, has_weight = self._divisors(scale, exchange.weight, results)
+        divisors, has_weight, weight = [scale], True, exchange.weight
+        if weight is not None:
+
+            def of_replicas() -> list[float]:
+                local = [[np.array(one.passes.weight or 0.0)] for one in results]
+                return [float(one) for [one] in gather_arrays(self._replicas, local, "weights of the replicas")]
+
+            has_weight = is_weighted(weight, self._training.step, self._options.zero_weight, of_replicas)
+            if has_weight:
+                divisors.append(weight)
         means = exchange.means(*divisors)
         tail, flags = exchange.tail_and_flags(means, checks)
         return tail, self._training.memory_of_replicas.put_means(means), flags if checks else None, has_weight
-
-    def _divisors(
-        self, scale: float, weight: float | None, results: Sequence[ReplicaResults]
-    ) -> tuple[list[float], bool]:
-        """Return the divisors of mean gradients, and whether any loss has a weight above 0 (True without weights).
-
-        Args:
-            scale: The loss scale.
-            weight: The mean weight; None without weights.
-            results: The results of the local replicas.
-        """
-        if weight is None:
-            return [scale], True
-
-        def of_replicas() -> list[float]:
-            local = [[np.array(one.passes.weight or 0.0)] for one in results]
-            return [float(one) for [one] in gather_arrays(self._replicas, local, "weights of the replicas")]
-
-        if is_weighted(weight, self._training.step, self._options.zero_weight, of_replicas):
-            return [scale, weight], True
-        return [scale], False
 
     def _agreed_buffers(
         self, exchange: GradientExchange, tail: Tail, slots: Sequence[Sequence[Slot]]
@@ -411,10 +394,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         """Return new values of buffers, and the numbers of the buffers known to change. May be collective."""
         buffers = self._training.buffers
         if isinstance(exchange, DeviceExchange) and exchange.is_of_one:
-            is_first = not self._steps_made
-            return BuffersHere(buffers, self._replicas, self._training.memory_of_replicas).agreed(
-                slots, exchange.changed, is_first
-            )
+            here = BuffersHere(buffers, self._replicas, self._training.memory_of_replicas)
+            return here.agreed(slots, exchange.changed, reads=not self._steps_made)
         found = buffers.agreed(tail.has_changed, slots, self._replicas)
         return found, frozenset(found)
 
