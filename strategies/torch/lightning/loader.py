@@ -303,9 +303,8 @@ class ShardedLoader(ReplicaLoader):
         self._rule = ShardingRule(length, max(1, rows), replicas, is_training, drops)
         if is_training and not self._rule.steps:
             raise StrategyError(
-                f"one step of {replicas} replicas takes {self._rule.global_batch_size} "
-                f"{self._name}, but the loader has {length}, and incomplete steps are "
-                "dropped; use a smaller batch_size or fewer replicas"
+                f"one step of {replicas} replicas takes {self._rule.global_batch_size} {self._name}, but the loader "
+                f"has {length}, and incomplete steps are dropped; use a smaller batch_size or fewer replicas"
                 + (", or drop_last=False" if self._has_rows else "")
             )
         self._strategy, self._seed = strategy, seed

@@ -175,13 +175,9 @@ class ReplicaMetric:
 def _copied(state: State | None) -> State | None:
     if state is None:
         return None
-    copied = dict(state)
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor):
-            copied[name] = value.clone()
-        elif isinstance(value, list):
-            copied[name] = list(value)
-    return copied
+    tensors = {name: value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
+    lists = {name: list(value) for name, value in state.items() if isinstance(value, list)}
+    return {**state, **tensors, **lists}
 
 
 def _moved(value: Tree, device: torch.device) -> Tree:

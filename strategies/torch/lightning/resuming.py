@@ -194,9 +194,8 @@ class ResumedPlace:
         if not state:
             return
         fit._last_train_dl_reload_epoch = self._made[True]
-        trainer._logger_connector._callback_metrics.update(
-            move_data_to_device(state["metrics"], trainer.strategy.root_device)
-        )
+        metrics = move_data_to_device(state["metrics"], trainer.strategy.root_device)
+        trainer._logger_connector._callback_metrics.update(metrics)
         parameters = dict(trainer.lightning_module.named_parameters())
         for name, gradient in state.get("gradients", {}).items():
             parameters[name].grad = gradient.to(parameters[name].device)

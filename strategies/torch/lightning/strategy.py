@@ -230,10 +230,9 @@ class PopDistLightningStrategy(ParallelStrategy):
             torch.set_num_threads(threads)  # also for evaluations without a training
         super().setup_environment()
         made = 0 if self._steps is None else self._steps.steps_made
-        self._steps = ReplicaSteps(
-            self.strategy, self._module, self.precision_plugin, self._seed, self.root_device, made
-        )
-        vars(self._module)[_HOOK] = _before_transfer(self._module, self._steps, self.precision_plugin)
+        module, plugin = self._module, self.precision_plugin
+        self._steps = ReplicaSteps(self.strategy, module, plugin, self._seed, self.root_device, made)
+        vars(module)[_HOOK] = _before_transfer(module, self._steps, plugin)
 
     def _check_setup(self) -> None:
         if type(self.precision_plugin) not in _PRECISIONS:
@@ -464,10 +463,8 @@ class PopDistLightningStrategy(ParallelStrategy):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all instances, or any of them, say yes. Collective."""
-        found = self.strategy.communicator.all_reduce(
-            np.array([decision], np.int32), "min" if all else "max", name="decision"
-        )
-        return bool(found[0])
+        own = np.array([decision], np.int32)
+        return bool(self.strategy.communicator.all_reduce(own, "min" if all else "max", name="decision")[0])
 
     # ---- checkpoints
 
