@@ -352,24 +352,18 @@ class TorchRows:
 
     def _results(self, task: EvaluationTask, state: TorchTraining, batch: Masked) -> Results:
         """Return the results of the local replicas. The module gets only the rows that count."""
-        turns = self._turns_for(task, state)
+        local, turns = self._replicas.local_replicas, self._turns
+        if turns is None or self._task is not task or self._of != local:  # if an instance is lost, `local` can change
+            state.buffers.follow()
+            memory, attributes = state.memory_of_replicas, state.attributes
+            turns = InferenceTurns(self._replicas, state.module, memory, task, self._seed, attributes=attributes)
+            self._task, self._of, self._turns = task, local, turns
         state.buffers.follow_shown()
-        local = self._replicas.local_replicas
         masks = [np.asarray(mask) for mask in np.split(np.asarray(batch.mask), len(local))]
         rows = _without_padding(batch.values, masks)
         own = [{number: each[replica] for number, each in state.buffers.own.items()} for replica in local]
         [computed] = turns([rows], state.step, own)
         return [row_results(task.host_results(one, mask), mask) for one, mask in zip(computed, masks, strict=True)]
-
-    def _turns_for(self, task: EvaluationTask, state: TorchTraining) -> InferenceTurns:
-        """Return the turns for a task. If an instance is lost, the local replicas can change."""
-        local = self._replicas.local_replicas
-        if self._turns is None or self._task is not task or self._of != local:
-            state.buffers.follow()
-            memory, attributes = state.memory_of_replicas, state.attributes
-            self._task, self._of = task, local
-            self._turns = InferenceTurns(self._replicas, state.module, memory, task, self._seed, attributes=attributes)
-        return self._turns
 
 
 def _without_padding(values: Batch, masks: Sequence[np.ndarray]) -> list[Batch]:

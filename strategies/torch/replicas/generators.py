@@ -61,7 +61,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     seed_python_and_numpy(seed)
     if device.type != _CPU:
-        there = _accelerator(device)
+        there = torch.get_device_module(device)
         getattr(there, "manual_seed_all", there.manual_seed)(seed)
 
 
@@ -81,14 +81,16 @@ class AllStates(NamedTuple):
 
 def lift_all(device: torch.device) -> AllStates:
     """Take the states of all generators away, as `lifted` does, and return them."""
-    return AllStates(device, lifted(), None if device.type == _CPU else _accelerator(device).get_rng_state(device))
+    here = lifted()
+    there = None if device.type == _CPU else torch.get_device_module(device).get_rng_state(device)
+    return AllStates(device, here, there)
 
 
 def lay_all(states: AllStates) -> None:
     """Give all generators the states that `lift_all` has taken away."""
     lay(states.here)
     if states.there is not None:
-        _accelerator(states.device).set_rng_state(states.there, states.device)
+        torch.get_device_module(states.device).set_rng_state(states.there, states.device)
 
 
 @contextmanager
@@ -111,11 +113,6 @@ def are_equal(one: AllStates, other: AllStates) -> bool:
         return False
     tensors = (here.of_torch, there.of_torch), (one.there, other.there)
     return all(mine is None or bool((mine.numpy() == its.numpy()).all()) for mine, its in tensors if its is not None)
-
-
-def _accelerator(device: torch.device) -> Any:
-    """Return a module like `torch.cuda`, with one generator for each device."""
-    return torch.get_device_module(device)
 
 
 # ---- one replica at a time

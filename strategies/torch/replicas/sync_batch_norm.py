@@ -314,9 +314,8 @@ def normalised(layer: torch.nn.SyncBatchNorm, x: torch.Tensor, add: AddRows) -> 
         if layer.track_running_stats:
             _track(layer, mean, variance * (count / (count - 1)))
     normalise: Function = _Normalise.apply
-    result: torch.Tensor = normalise(
-        x, layer.weight, layer.bias, mean, variance, count, layer.eps, partial(add, "backward")
-    )
+    add_back = partial(add, "backward")
+    result: torch.Tensor = normalise(x, layer.weight, layer.bias, mean, variance, count, layer.eps, add_back)
     return result
 
 
