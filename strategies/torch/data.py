@@ -376,15 +376,9 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         gradient_accumulation_count: int = 1,
     ) -> None:
         require_switches(shuffle=shuffle)
-        replicas = strategy.replicas
+        total, local = strategy.replicas.num_replicas_in_sync, strategy.replicas.local_replicas
         self._length = len(dataset)
-        self._layout = Layout(
-            batch_size,
-            replicas.num_replicas_in_sync,
-            replicas.local_replicas,
-            remainder,
-            gradient_accumulation_count,
-        )
+        self._layout = Layout(batch_size, total, local, remainder, gradient_accumulation_count)
         self._layout.check_length(self._length)
         self._seed, self._shuffle = seed, shuffle
         self.epoch = 0

@@ -41,13 +41,7 @@ from strategies.torch.data import CollatedBatch, shape_of_rows, tensors_of
 from strategies.torch.exchange.device import DeviceExchange
 from strategies.torch.exchange.host import HostExchange
 from strategies.torch.exchange.paths import path_for
-from strategies.torch.exchange.plan import (
-    GradientExchange,
-    Parameter,
-    Tail,
-    TorchGradientPlan,
-    check_gradients_on_all,
-)
+from strategies.torch.exchange.plan import GradientExchange, Parameter, Tail, TorchGradientPlan, check_gradients_on_all
 from strategies.torch.hidden_values import HiddenValues
 from strategies.torch.options import TorchOptions, are_weighted, check_weights_supported
 from strategies.torch.replicas.buffers import BuffersHere

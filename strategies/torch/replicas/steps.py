@@ -125,12 +125,7 @@ class LocalReplicas:
         self._streams = options.streams_over(replicas) and not instances
         training.attributes.follow()
         self._turns = ReplicaTurns[ReplicaResults](
-            self._module,
-            training.watch,
-            training.buffers,
-            training.attributes,
-            self._of_all,
-            may_repeat=replicas.can_carry_on,
+            self._module, training.watch, training.buffers, training.attributes, self._of_all, replicas.can_carry_on
         )
         self.state, self.guard = self._turns.state, self._turns.guard
         self.rows = [ReplicaRows(self._module, replica, self._of_all) for replica in self.replicas]
@@ -365,11 +360,7 @@ class StreamedGradients:
     """
 
     def __init__(
-        self,
-        exchange: GradientExchange,
-        place: int,
-        is_ready: Callable[[int], object],
-        ended: Callable[[int], object],
+        self, exchange: GradientExchange, place: int, is_ready: Callable[[int], object], ended: Callable[[int], object]
     ) -> None:
         plan = exchange.plan
         self._exchange, self._place, self._is_ready, self._ended = exchange, place, is_ready, ended
