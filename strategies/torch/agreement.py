@@ -88,13 +88,11 @@ def lines_of_module(module: torch.nn.Module, of_steps: Container[tuple[int, str]
     """
     lines = []
     for name, inner in module.named_modules():
-        attributes = {
-            key: value
-            for key, value in vars(inner).items()
-            if _is_compared(inner, key, value) and (id(vars(inner)), key) not in of_steps
-        }
-        numbers = ", ".join(f"{key}={value!r}" for key, value in sorted(attributes.items()))
-        lines.append(f"{name or 'the module'}: {type(inner).__qualname__}({inner.extra_repr()}) {numbers}")
+        changing = {key for key in vars(inner) if (id(vars(inner)), key) in of_steps}
+        own = [(key, one) for key, one in vars(inner).items() if key not in changing and _is_compared(inner, key, one)]
+        numbers = ", ".join(f"{key}={value!r}" for key, value in sorted(own))
+        shown = "" if changing else inner.extra_repr()  # it may contain them
+        lines.append(f"{name or 'the module'}: {type(inner).__qualname__}({shown}) {numbers}")
     for name, parameter in module.named_parameters():
         groups = groups_of(parameter)
         shown = "" if groups is None else f" {groups}"

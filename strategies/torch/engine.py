@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -125,6 +126,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
 
     def close(self) -> None:
         """End the threads of the replicas. A later step or evaluation starts new ones."""
+        self._training.attributes.show()
         self._close_local()
         self._close_path()
 
@@ -400,6 +402,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         if pending.is_applied:
             self._apply(pending.means)
             training.buffers.keep(pending.values, pending.moving)
+        pending.local.state.applied()
         training.step += 1
         training.replaced()
         return training
@@ -521,6 +524,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     @override
     def rehearse(self, state: TorchTraining, batch: Batch) -> None:
         """Compute the gradients of a step, without an update. Then forget the values that the spare began with."""
+        state.attributes.follow()
         attributes = state.attributes.view()
         with self._hidden_values.shown():
             try:
@@ -528,7 +532,6 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
                     pass
             finally:
                 state.attributes.put(attributes)
-                state.attributes.of_steps.clear()
                 self.close()
                 self._first_step = None
                 self._hidden_values.forget()
@@ -536,7 +539,10 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     @property
     @override
     def facts(self) -> Mapping[str, object]:
-        return self._agreed
+        module = self._training.module
+        parts = [*module.named_parameters(), *module.named_buffers()]
+        shapes = [f"{name}: {list(one.shape)}{', trained' * one.requires_grad}" for name, one in parts]
+        return self._agreed | {"digest of the module's shapes": hashlib.sha256("\n".join(shapes).encode()).hexdigest()}
 
     # ---- checkpoints
 

@@ -130,7 +130,7 @@ class TorchTraining:
         made = state_of(self.optimizer)
         parameters = parameters_of(self.optimizer)
         lacking = [number for number, one in enumerate(parameters) if one.requires_grad and number not in made]
-        later = state_of(after_one_step(self.optimizer)) if lacking else {}
+        later = state_of(after_one_step(self.optimizer, [one.requires_grad for one in parameters])) if lacking else {}
         zeros = {number: trees.map(np.zeros_like, later[number]) for number in lacking if number in later}
         is_made = np.array([number in made for number in range(len(parameters))])
         return {STATE: {**zeros, **made}, GROUPS: numbers_of_groups(self.optimizer), IS_MADE: is_made}
@@ -152,9 +152,9 @@ class TorchTraining:
         """Continue from a state, whose arrays are copied."""
         with torch.no_grad():
             for name, parameter in self.module.named_parameters():
-                real_view(parameter).copy_(_tensor(state.variables[name]))
+                real_view(parameter).copy_(as_tensor(np.array(state.variables[name])))
             for name, tensor in self.buffers.named().items():
-                real_view(tensor).copy_(_tensor(state.model_state[name]))
+                real_view(tensor).copy_(as_tensor(np.array(state.model_state[name])))
         self._load_optimizer(state.optimizer_state)
         self.step, self.loss_scale = state.step, state.loss_scale
         self.replaced()
@@ -184,6 +184,10 @@ class TorchTraining:
             joins: Whether this instance joins; if not, its own state stays.
         """
         communicator = self._replicas.communicator
+        if self.watch.has_other_parts or self.watch.has_other_kinds:
+            self.follow()
+        self.buffers.follow()
+        self.attributes.follow()
         take = self._receive(root)
         groups = trees.map(np.array, numbers_of_groups(self.optimizer))
         for number, array in enumerate(trees.leaves(groups)):
@@ -230,7 +234,7 @@ class TorchTraining:
         is_made_there = broadcast(is_made.copy(), root, name="which parameters have optimizer state")
         own = state_of(self.optimizer)
         if (is_made_there & ~is_made).any():
-            own = {**state_of(after_one_step(self.optimizer)), **own}
+            own = {**state_of(after_one_step(self.optimizer, is_made_there.tolist())), **own}
         return {
             number: {
                 name: broadcast(np.array(array, order="C"), root, name=f"{name} of parameter {number}")
@@ -290,10 +294,6 @@ def take_over(named: Sequence[tuple[str, torch.Tensor]], values: Sequence[torch.
     with torch.no_grad():
         for (_, tensor), value in zip(named, values, strict=True):
             real_view(tensor).copy_(value)
-
-
-def _tensor(array: np.ndarray | HostArray) -> torch.Tensor:
-    return as_tensor(np.array(array))
 
 
 def _unpadded(array: np.ndarray | HostArray, parameter: torch.Tensor) -> np.ndarray:
@@ -373,10 +373,9 @@ def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     for group in optimizer.param_groups:
         counts_there = bool(group.get("capturable") or group.get("fused"))
         for parameter in group[PARAMS]:
-            state = optimizer.state.get(parameter, {})
-            for name, value in state.items():
+            for name, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and (value.ndim or counts_there):
-                    state[name] = value.to(device)
+                    optimizer.state[parameter][name] = value.to(device)
 
 
 def check_on_cpu(module: torch.nn.Module, whose: str) -> None:

@@ -350,7 +350,10 @@ def set_state(optimizer: torch.optim.Optimizer, arrays: Mapping[int, ArraysByNam
     """
     parameters, like = parameters_of(optimizer), _states_of(optimizer)
     if arrays.keys() - like.keys():
-        like = {**_states_of(after_one_step(optimizer)), **like}
+        like = {
+            **_states_of(after_one_step(optimizer, [number in arrays for number in range(len(parameters))])),
+            **like,
+        }
     optimizer.state.clear()
     for number, of_parameter in arrays.items():
         parameter, before = parameters[number], like.pop(number)
@@ -366,13 +369,17 @@ def _restored(array: np.ndarray, before: object, parameter: torch.nn.Parameter) 
     return complex_view(value) if parameter.is_complex() and value.shape == (*parameter.shape, 2) else value
 
 
-def after_one_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def after_one_step(optimizer: torch.optim.Optimizer, have_state: Sequence[bool]) -> torch.optim.Optimizer:
     """Return a copy of the optimizer that has made a step with gradients of zero, on other parameters.
 
     PyTorch's optimizers create their state in the first step, so the copy shows the form of the state.
+
+    Args:
+        optimizer: The optimizer.
+        have_state: Whether the copy is to have a state for each parameter.
     """
-    parameters = parameters_of(optimizer)
-    others = {id(one): torch.nn.Parameter(torch.zeros_like(one), one.requires_grad) for one in parameters}
+    pairs = zip(parameters_of(optimizer), have_state, strict=True)
+    others = {id(one): torch.nn.Parameter(torch.zeros_like(one), has_state) for one, has_state in pairs}
     groups = [{**group, PARAMS: [others[id(one)] for one in group[PARAMS]]} for group in optimizer.param_groups]
     clone = copy.copy(optimizer)
     clone.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": type(optimizer.state)(dict)}

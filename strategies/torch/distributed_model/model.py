@@ -411,6 +411,8 @@ class ReplicaBackward:
         recorded = Recorded[MeanPassResult]("backward pass of all replicas", lambda means: bool, raise_on_spare)
         means = surviving(replicas, attempt, catch_up, averaging.parts.shared, recorded)
         averaging.end_step(means.weight, averaging.loop.step - 1)
+        if self._turns is not None:
+            self._turns.state.applied()
         return torch.tensor(means.loss)
 
     def _put(self, means: Sequence[torch.Tensor | None]) -> None:
@@ -435,8 +437,8 @@ class ReplicaBackward:
         if self._key != key or averaged.is_behind:  # it is not known what other instances or parts write
             self._key, self._first_step = key, step
         if self._turns is None:
-            count, may_repeat, watch = self._replicas.num_replicas_in_sync, self._replicas.can_carry_on, averaged.watch
-            self._turns = ReplicaTurns(self._module, watch, averaged.buffers, self.attributes, count, may_repeat)
+            count = self._replicas.num_replicas_in_sync
+            self._turns = ReplicaTurns(self._module, averaged.watch, averaged.buffers, self.attributes, count)
         turns = self._turns
         of_step = TurnsOfStep(step, step - self._first_step + 1, local, averaged.device, self._is_repetition)
         self._is_repetition = True

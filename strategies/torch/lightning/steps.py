@@ -77,7 +77,8 @@ class ReplicaSteps:
         self._model, self._means = None, ()
         for metric in vars(self).pop("_metrics", ()):
             metric.disconnect()
-        vars(self).pop("_attributes", None)
+        if "_attributes" in vars(self):
+            vars(self).pop("_attributes").show()
 
     @cached_property
     def _attributes(self) -> Attributes:
@@ -243,6 +244,7 @@ class ReplicaSteps:
             for replica, rows in batch.items():
                 with context(), self._turn(replica, rows, logs):
                     outputs.append(step(rows, *others, **named))
+            self._attributes.end()
         finally:
             self.is_running = False
         if self._strategy.num_replicas_in_sync > 1:

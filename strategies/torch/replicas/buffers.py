@@ -127,10 +127,7 @@ class ModelBuffers:
         return found | {f"{self.slots[number].name}{OF_EACH}": own for number, own in self.own.items()}
 
     def agreed(
-        self,
-        shares: np.ndarray,
-        of_replicas: Sequence[Sequence[Slot]],
-        replicas: Replicas,
+        self, shares: np.ndarray, of_replicas: Sequence[Sequence[Slot]], replicas: Replicas
     ) -> dict[int, torch.Tensor]:
         """Return new values of the slots that have changed, by their numbers, valid until the next call.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn, Protocol, TypeAlias
 
 import numpy as np
@@ -25,20 +25,8 @@ from strategies.jax.comparing.agreement import digest_of
 from strategies.torch.replicas.module_parts import Slot, differs, is_compiled
 from strategies.torch.tensors import ThreadValue, as_array, bits_of
 
-
-@dataclass(frozen=True)
-class _StrayGradient:
-    """A gradient that replicas have left.
-
-    Attributes:
-        gradient: The tensor, which others may drop.
-        version: PyTorch's counter of writes to it.
-        name: The parameter in words.
-    """
-
-    gradient: weakref.ref[torch.Tensor]
-    version: int
-    name: str
+_StrayGradient: TypeAlias = tuple[Callable[[], torch.Tensor | None], int, str]
+"""A gradient that replicas have left, PyTorch's counter of writes to it, and its parameter in words."""
 
 
 class StrayGradients:
@@ -50,45 +38,39 @@ class StrayGradients:
 
     def __init__(self) -> None:
         self._before: list[tuple[torch.Tensor, str, torch.Tensor | None, int]] = []
-        self._left: dict[int, _StrayGradient] = {}
+        self._left: MutableMapping[torch.Tensor, _StrayGradient] = WeakIdKeyDictionary()
         self._is_watching = False
 
     def begin(self, parameters: Iterable[tuple[torch.Tensor, str]], more: bool = False) -> None:
         """Record the gradients before a step; each parameter comes with its name in words. `more` adds to others."""
-        found = [(one, name, one.grad, _version_of(one.grad)) for one, name in parameters]
+        found = [(one, name, one.grad, 0 if one.grad is None else one.grad._version) for one, name in parameters]
         self._before = [*self._before, *found] if more else found
 
     def end(self) -> None:
         """Remember the gradients that the step has left, and watch all optimizers from the first one on."""
         for parameter, name, gradient, version in self._before:
             now = parameter.grad
-            if now is not None and (now is not gradient or _version_of(now) != version):
-                self._left[id(parameter)] = _StrayGradient(weakref.ref(now), now._version, name)
+            if now is not None and (now is not gradient or now._version != version):
+                self._left[parameter] = weakref.ref(now), now._version, name
         self._before = []
         if self._left and not self._is_watching:
             self._is_watching = True
-            left = self._left
-            handle = register_optimizer_step_pre_hook(
-                lambda optimizer, args, kwargs: _check_no_stray_gradients(optimizer, left)
-            )
-            weakref.finalize(self, handle.remove)
+            hook = register_optimizer_step_pre_hook(partial(_check_no_stray_gradients, self._left))
+            weakref.finalize(self, hook.remove)
 
 
-def _version_of(gradient: torch.Tensor | None) -> int:
-    return 0 if gradient is None else gradient._version
-
-
-def _check_no_stray_gradients(optimizer: torch.optim.Optimizer, left: dict[int, _StrayGradient]) -> None:
+def _check_no_stray_gradients(
+    left: Mapping[torch.Tensor, _StrayGradient], optimizer: torch.optim.Optimizer, *arguments: object
+) -> None:
     """Raise if an optimizer is about to use a gradient that replicas have left."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            one = left.get(id(parameter))
-            gradient = parameter.grad
-            is_left = one is not None and gradient is not None and gradient is one.gradient()
-            if one is not None and is_left and _version_of(gradient) == one.version:
+            gradient, version, name = left.get(parameter, (lambda: None, 0, ""))
+            now = gradient()
+            if now is not None and now is parameter.grad and now._version == version:
                 raise StrategyError(
                     f"{type(optimizer).__name__} would use a gradient that the loss function of a Trainer has left in "
-                    f"the {one.name}, which is outside of the Trainer's module. It is no mean over all replicas: each "
+                    f"the {name}, which is outside of the Trainer's module. It is no mean over all replicas: each "
                     "instance has its own; put the parameter into the Trainer's module, or call zero_grad() and "
                     "compute its gradient by itself (docs: torch_modules, Networks outside of the module)"
                 )
@@ -225,10 +207,7 @@ class RepetitionGuard:
         self._kept = _digests(compared, gradients, names)
 
     def compare(
-        self,
-        replica: int,
-        again: Callable[[], tuple[Compared, Sequence[torch.Tensor | None]]],
-        names: Sequence[str],
+        self, replica: int, again: Callable[[], tuple[Compared, Sequence[torch.Tensor | None]]], names: Sequence[str]
     ) -> None:
         """Repeat the first replica's turn, and compare.
 

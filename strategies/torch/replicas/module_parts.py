@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sized
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from operator import is_
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
@@ -13,6 +14,7 @@ from strategies.errors import StrategyError
 from strategies.torch.replicas.gradient_map import groups_of
 from strategies.torch.tensors import have_other_bits, have_same_bits
 
+Key = TypeVar("Key")
 _WRAPPED, _IN_PLACE = "dynamo_ctx", "_compiled_call_impl"
 """The attributes in which `torch.compile(module)` and `module.compile()` keep the compiled form."""
 
@@ -106,32 +108,26 @@ class ModuleParts:
     """The submodules, parameters and buffers of a module at one time, for a cheap check whether they were replaced."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._kept: list[tuple[str, Callable[[str], object], str, object]] = []  # a None at the end: an empty buffer
-        self._filled: list[tuple[str, Callable[[str], object], str]] = []
-        self._sizes: list[tuple[str, Sized, int]] = []
-        for prefix, inner in module.named_modules():
-            buffers = inner._buffers
-            empty = {key: buffer for key, buffer in buffers.items() if buffer is None}  # full ones may be replaced
-            get = _getter(buffers)
-            self._filled += [(_joined(prefix, key), get, key) for key, buffer in buffers.items() if buffer is not None]
-            parameters, modules = inner._parameters, inner._modules
-            for holder, kept in ((parameters, parameters), (modules, modules), (buffers, empty)):
-                get = _getter(holder)
-                self._kept += [(_joined(prefix, key), get, key, one) for key, one in kept.items()]
-                self._sizes.append((prefix, holder, len(holder)))
+        modules = list(module.modules())
+        self._kept = [(one, dict(one.items())) for inner in modules for one in (inner._parameters, inner._modules)]
+        self._buffers = [(inner._buffers, _are_empty(inner._buffers)) for inner in modules]
 
-    def changed(self) -> str | None:
-        """Return the name of a part that was replaced, added or removed; None if there is none."""
-        for name, get, key, one in self._kept:
-            if get(key) is not one:
-                return name
-        for name, get, key in self._filled:
-            if get(key) is None:
-                return name
-        for name, holder, size in self._sizes:
-            if len(holder) != size:
-                return f"a part of {name or 'the module itself'}"
-        return None
+    @property
+    def are_there(self) -> bool:
+        """Whether the module has the same parts now. Full buffers may be others."""
+        if any(_are_empty(buffers) != before for buffers, before in self._buffers):
+            return False
+        pairs = ((one if isinstance(one, dict) else dict(one.items()), before) for one, before in self._kept)
+        return all(are_same(now, before) for now, before in pairs)
+
+
+def are_same(now: Mapping[Key, object], before: Mapping[Key, object]) -> bool:
+    """Return whether two dictionaries have the same keys and objects in the same order, which takes 1 us."""
+    return now.keys() == before.keys() and all(map(is_, now.values(), before.values()))
+
+
+def _are_empty(buffers: Mapping[str, torch.Tensor | None]) -> dict[str, bool]:
+    return {key: buffer is None for key, buffer in buffers.items()}
 
 
 class ModuleWatch:
@@ -156,7 +152,7 @@ class ModuleWatch:
     @property
     def has_other_parts(self) -> bool:
         """Whether the module has other parameters, buffers or submodules than at the last call of `look`."""
-        return self._parts.changed() is not None
+        return not self._parts.are_there
 
     @property
     def is_swapped(self) -> bool:
@@ -175,11 +171,6 @@ class ModuleWatch:
 
     def _kinds_now(self) -> list[tuple[torch.Size, torch.dtype]]:
         return [(one.shape, one.dtype) for one in self.parameters]
-
-
-def _getter(holder: Mapping[str, object]) -> Callable[[str], object]:
-    """Return a function that looks up a key. The mappings of scripted modules have no `get`, but never lose a key."""
-    return holder.get if isinstance(holder, dict) else holder.__getitem__
 
 
 def _joined(prefix: str, key: str) -> str:

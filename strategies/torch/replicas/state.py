@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
 from io import BytesIO
 from numbers import Real
 from operator import is_
+from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import NoReturn, final
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 from strategies.errors import SpareError, StrategyError
 from strategies.torch.replicas.buffers import ModelBuffers
 from strategies.torch.replicas.guard import WriteMarks
-from strategies.torch.replicas.module_parts import Slot, difference, differs
+from strategies.torch.replicas.module_parts import Slot, are_same, difference, differs
 from strategies.torch.tensors import HOST
 from strategies.typing import Tree
 
@@ -26,40 +31,63 @@ _OF_PYTORCH = frozenset(vars(torch.nn.Module())) - {"training"}
 """Attributes that hold parameters, buffers, submodules and hooks."""
 _CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict, Counter))
 _MOST_ELEMENTS = 1000
-"""Containers with more elements belong to the instance, not to a replica."""
+"""Containers that begin with more elements belong to the instance, not to a replica."""
+_SHARED = (NoneType, int, complex, str, bytes, tuple, Enum, type, FunctionType, BuiltinFunctionType, torch.dtype)
+"""Kinds of objects that a program may have in several places, as long as they are not made in a function."""
+
+
+_VALUES: Tree = (np.zeros(0), np.float32(0))
+_OF_NUMPY: list[Callable[..., Tree]] = [
+    *(np.ndarray, np.dtype, *(one.__reduce__()[0] for one in _VALUES)),
+    *{type(np.dtype(kind)) for kind in np.typecodes["All"] if kind != "O"},
+]
+"""What loads scalars and arrays of NumPy."""
 
 
 @final
 class ReplicaValues:
     """The values that an attribute has in the replicas of an instance, where no replica runs.
 
-    Calculations and comparisons raise, and so does pickling: a checkpoint would have values that nobody can load.
+    Every use raises, and so does pickling: a checkpoint would have values that nobody can load.
 
     Args:
         name: The names of the module and the attribute.
-        of: The value of each replica, by its global index.
+        of_replicas: The value of each replica, by its global index.
+
+    Attributes:
+        of_replicas: These values.
     """
 
-    def __init__(self, name: str, of: Mapping[int, Tree]) -> None:
-        self._name, self._values = name, [f"{_shown(one)} in replica {replica}" for replica, one in of.items()]
+    def __init__(self, name: str, of_replicas: Mapping[int, Tree]) -> None:
+        self._name, self.of_replicas = name, dict(of_replicas)
+
+    def __repr__(self) -> str:
+        """Return the values, as for the error."""
+        return ", ".join(f"{_shown(one)} in replica {replica}" for replica, one in self.of_replicas.items())
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuse attributes of the values; there are no special ones."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._raise_no_value()
 
     def _raise_no_value(self, *others: object) -> NoReturn:
         raise StrategyError(
-            f"{self._name} was assigned in a step and is {', '.join(self._values)}, so outside of steps it has no "
-            "value; return it as a metric (log it in the step with self.log, in Lightning), or start one instance per "
-            "replica"
+            f"{self._name} was assigned in a step and is {self!r}, so outside of steps it has no value; return it as a "
+            "metric (log it in the step with self.log, in Lightning), or start one instance per replica"
         )
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = (
-        _raise_no_value
-    )
-    __neg__ = __abs__ = __float__ = __int__ = __index__ = __bool__ = __round__ = __format__ = _raise_no_value
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __reduce__ = item = detach = cpu = _raise_no_value
-    __hash__ = object.__hash__
 
     def __deepcopy__(self, known: object) -> ReplicaValues:
         """Return the object itself: callbacks copy modules."""
         return self
+
+
+for _operator in (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "mod", "pow", "neg", "abs"),
+    *("float", "int", "index", "bool", "round", "format", "str", "lt", "le", "gt", "ge", "eq", "ne", "hash", "reduce"),
+    *("len", "iter", "getitem", "contains", "call"),
+):
+    setattr(ReplicaValues, f"__{_operator}__", ReplicaValues._raise_no_value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,13 +121,15 @@ class _Assigned:
 
     Attributes:
         first: The value with which each replica begins; `_MISSING` if there was none.
-        left: The value when the last replica ended.
+        left: The value when the last replica ended, or what is there between steps.
         of: The values of the replicas.
+        shown: What was there last in place of different values.
     """
 
     first: Tree
     left: Tree
     of: dict[int, Tree] = field(default_factory=dict)
+    shown: ReplicaValues | None = None
 
     def are_left(self, now: Tree) -> bool:
         """Return whether an attribute has still the value that the last replica has left."""
@@ -119,11 +149,13 @@ class AttributeView:
         attributes: The attributes of each submodule.
         contents: The elements of lists, dictionaries and other containers, by the module's number and the name.
         assigned: The values of the replicas.
+        of_steps: As in `Attributes`.
     """
 
     attributes: Sequence[dict[str, Tree]]
     contents: Mapping[tuple[int, str], _Contents]
     assigned: Mapping[tuple[int, str], _Assigned]
+    of_steps: Counter[tuple[int, str]]
 
 
 @final
@@ -132,11 +164,12 @@ class Attributes:
 
         self.count += 1  # in forward: the number of this replica's passes
 
-    Between steps, attributes have the values of the last local replica. Numbers, strings and None that differ between
-    local replicas are `ReplicaValues` then, so that an assignment of the program is seen even if it assigns the value
-    of the last replica. A value that the program assigns holds for all replicas. Lists, dictionaries, sets and deques
-    count by their elements. Other objects that a step changes in place belong to the instance, and those of TorchScript
-    to the module.
+    Between steps, attributes have the values of the last local replica. Where those of local replicas differ, an
+    attribute is `ReplicaValues` in two cases: if all are numbers of the module itself; or if the last one is None, a
+    string, an integer or the like, because an assignment of the same object by the program would not be seen.
+
+    A value that the program assigns holds for all replicas. Lists, dictionaries, sets and deques count by their
+    elements. Other objects that a step changes in place belong to the instance, and those of TorchScript to the module.
 
     Args:
         module: The module.
@@ -144,21 +177,20 @@ class Attributes:
         apart: Submodules of these classes are left alone.
 
     Attributes:
-        of_steps: The attributes that steps have assigned: for each the id of its module's dictionary, and the name.
+        of_steps: How many steps have assigned an attribute, by the id of its module's dictionary and its name.
     """
 
     def __init__(
-        self,
-        module: torch.nn.Module,
-        left_out: Collection[str] = (),
-        apart: tuple[type[torch.nn.Module], ...] = (),
+        self, module: torch.nn.Module, left_out: Collection[str] = (), apart: tuple[type[torch.nn.Module], ...] = ()
     ) -> None:
         self._others = _OF_PYTORCH | frozenset(left_out)
         apart = *apart, torch.jit.ScriptModule
         self._module, self._apart = module, apart
         self._attributes: list[dict[str, Tree]] = []
         self._names: list[str] = []
-        self.of_steps: set[tuple[int, str]] = set()
+        self._replicas: Sequence[int] = ()
+        self._small: set[tuple[int, str]] = set()  # containers that have begun with few elements
+        self.of_steps = Counter[tuple[int, str]]()
         self._assigned: dict[tuple[int, str], _Assigned] = {}  # by the module's number and the attribute's name
         self.follow()
 
@@ -180,12 +212,13 @@ class Attributes:
     def view(self) -> AttributeView:
         """Return the present attributes of the module, and those of all replicas."""
         assigned = {key: replace(one, of=dict(one.of)) for key, one in self._assigned.items()}
-        return AttributeView([dict(one) for one in self._attributes], dict(self._contents()), assigned)
+        attributes = [dict(one) for one in self._attributes]
+        return AttributeView(attributes, dict(self._contents()), assigned, self.of_steps.copy())
 
     def put(self, view: AttributeView, *, of_all: bool = True) -> None:
         """Give the module the attributes that it had, and if `of_all`, all replicas too."""
         for attributes, before in zip(self._attributes, view.attributes, strict=True):
-            if not _are_same(attributes, before):
+            if not are_same(attributes, before):
                 for name in attributes.keys() - before.keys() - self._others:
                     del attributes[name]
                 attributes.update({name: one for name, one in before.items() if name not in self._others})
@@ -193,17 +226,21 @@ class Attributes:
             if not contents.are_there:
                 contents.put()
         if of_all:
-            self._assigned = {key: replace(one, of=dict(one.of)) for key, one in view.assigned.items()}
+            self._take_assigned(view)
+
+    def _take_assigned(self, view: AttributeView) -> None:
+        self._assigned = {key: replace(one, of=dict(one.of)) for key, one in view.assigned.items()}
+        self.of_steps = view.of_steps.copy()
 
     def note(self, before: AttributeView) -> None:
         """Note what steps have assigned since a view."""
         for attributes, then in zip(self._attributes, before.attributes, strict=True):
-            if not _are_same(attributes, then):
+            if not are_same(attributes, then):
                 names = attributes.keys() | then.keys()
                 changed = [one for one in names if attributes.get(one, _MISSING) is not then.get(one, _MISSING)]
-                self.of_steps |= {(id(attributes), name) for name in changed}
-        changed_within = [key for key, contents in before.contents.items() if not contents.are_there]
-        self.of_steps |= {(id(self._attributes[number]), name) for number, name in changed_within}
+                self.of_steps.update((id(attributes), name) for name in changed)
+        within = [key for key, contents in before.contents.items() if not contents.are_there]
+        self.of_steps.update((id(self._attributes[number]), name) for number, name in within)
 
     def undo(self, before: AttributeView, after: AttributeView) -> None:
         """Take back what replicas have assigned between two views, except where the program has assigned since."""
@@ -216,32 +253,45 @@ class Attributes:
                     contents, own = before.contents.get((number, name)), after.contents.get((number, name))
                     if contents is not None and own is not None and own.are_there:
                         contents.put()
-        self._assigned = {key: replace(one, of=dict(one.of)) for key, one in before.assigned.items()}
+        self._take_assigned(before)
 
     def _contents(self) -> Iterator[tuple[tuple[int, str], _Contents]]:
         for number, attributes in enumerate(self._attributes):
             for name, value in attributes.items():
-                if type(value) in _CONTAINERS and name not in self._others and len(value) <= _MOST_ELEMENTS:
+                if type(value) not in _CONTAINERS or name in self._others:
+                    continue
+                if len(value) <= _MOST_ELEMENTS or (id(attributes), name) in self._small:
+                    self._small.add((id(attributes), name))
                     yield (number, name), _Contents(value, value.copy())
 
     # ---- for an instance that joins
 
     def packed(self) -> bytes:
-        """Return the attributes that steps have assigned, with the values of the first local replica, for `unpack`."""
-        found, obstacle = [], ""
+        """Return the attributes that steps have assigned, with the values of the first local replica, for `unpack`.
+
+        What cannot be sent is left out if one step has assigned it: that is a cache, which the other instance fills.
+        """
+        names, found, gone, obstacle, module = [], [], [], "", self._module
+        storages = {one.untyped_storage().data_ptr() for one in [*module.parameters(), *module.buffers()]}
         for number, attributes in enumerate(self._attributes):
-            for name in sorted(name for of, name in self.of_steps if of == id(attributes) and name in attributes):
+            for name in sorted(name for of, name in self.of_steps if of == id(attributes)):
+                names.append((number, name))
                 value = self._of_first(number, name)
+                if value is _MISSING:
+                    gone.append((number, name))
+                    continue
                 try:
-                    _unpacked(_packed(value))
+                    copy = tree_map_only(torch.Tensor, partial(_copied_apart, storages=storages), value)
+                    _unpacked(_packed(copy))
                 except Exception:  # pickle raises whatever an object raises
-                    obstacle = f"{self._names[number]}.{name}, a {type(value).__name__}"
+                    if self.of_steps[id(attributes), name] > 1:
+                        obstacle = f"{self._names[number]}.{name}, a {type(value).__name__}"
                 else:
-                    found.append((number, name, value))
-        return _packed((found, obstacle))
+                    found.append((number, name, copy))
+        return _packed((names, found, gone, obstacle))
 
     def _of_first(self, number: int, name: str) -> Tree:
-        now, values = self._attributes[number][name], self._assigned.get((number, name))
+        now, values = self._attributes[number].get(name, _MISSING), self._assigned.get((number, name))
         if values is not None and values.are_left(now):
             now = values.of_replica(min(values.of, default=0))
         return now.elements if isinstance(now, _Contents) else now
@@ -252,14 +302,16 @@ class Attributes:
         Raises:
             SpareError: If one of them cannot be sent to another process.
         """
-        found, obstacle = _unpacked(packed, next(self._module.parameters()).device)
+        names, found, gone, obstacle = _unpacked(packed, next(self._module.parameters()).device)
         if obstacle:
             raise SpareError(
                 f"this spare cannot take the place of a lost instance: steps assign {obstacle}, which cannot be sent; "
                 "assign numbers, strings, tensors, or lists, sets and dictionaries of them"
             )
         self._assigned.clear()
-        self.of_steps = {(id(self._attributes[number]), name) for number, name, _ in found}
+        self.of_steps = Counter((id(self._attributes[number]), name) for number, name in names)
+        for number, name in gone:
+            _put(self._attributes[number], name, _MISSING)
         for number, name, value in found:
             attributes = self._attributes[number]
             now = attributes.get(name, _MISSING)
@@ -272,7 +324,7 @@ class Attributes:
 
         A value that the program has assigned since the last step holds for all replicas.
         """
-        local = list(replicas)
+        local = self._replicas = list(replicas)
         for (number, name), values in list(self._assigned.items()):
             if values.are_left(self._attributes[number].get(name, _MISSING)):
                 values.of = {replica: values.of_replica(replica) for replica in local}
@@ -291,26 +343,53 @@ class Attributes:
             self._end(replica, before, contents)
 
     def _end(
-        self,
-        replica: int,
-        before: Sequence[Mapping[str, Tree]],
-        contents: Mapping[tuple[int, str], _Contents],
+        self, replica: int, before: Sequence[Mapping[str, Tree]], contents: Mapping[tuple[int, str], _Contents]
     ) -> None:
         for number, (attributes, earlier) in enumerate(zip(self._attributes, before, strict=True)):
-            if _are_same(attributes, earlier):
+            if are_same(attributes, earlier):
                 continue
             for name in (earlier.keys() | attributes.keys()) - self._others:
                 first, now = earlier.get(name, _MISSING), attributes.get(name, _MISSING)
-                if now is not first:
-                    self._assigned.setdefault((number, name), _Assigned(contents.get((number, name), first), now))
+                if now is not first and (number, name) not in self._assigned:
+                    self._begin((number, name), contents.get((number, name), first))
         for key, earlier_contents in contents.items():
             if key not in self._assigned and not earlier_contents.are_there:
-                self._assigned[key] = _Assigned(earlier_contents, earlier_contents)
+                self._begin(key, earlier_contents)
         for (number, name), values in self._assigned.items():
             now = self._attributes[number].get(name, _MISSING)
             values.of[replica] = values.left = _Contents(now, now.copy()) if type(now) in _CONTAINERS else now
-            if _differ(values.of):
-                self._attributes[number][name] = values.left = ReplicaValues(f"{self._names[number]}.{name}", values.of)
+
+    def _begin(self, key: tuple[int, str], first: Tree) -> None:
+        """Keep the values of an attribute from now on. Replicas that have not assigned it have the first value."""
+        self._assigned[key] = _Assigned(first, first, dict.fromkeys(self._replicas, first))
+
+    def end(self) -> None:
+        """End a step of all local replicas: leave `ReplicaValues` where no value would do for all."""
+        for (number, name), values in self._assigned.items():
+            left, of = values.left, list(values.of.values())
+            is_known = (number == 0 and all(map(_is_number, of))) or _is_shared(left)
+            if is_known and not all(_are_equal(left, one) for one in of):
+                if values.shown is None or not are_same(values.shown.of_replicas, values.of):
+                    values.shown = ReplicaValues(f"{self._names[number]}.{name}", values.of)
+                self._attributes[number][name] = values.left = values.shown
+                continue
+            values.shown = None
+            if type(left) is float:
+                self._attributes[number][name] = values.left = left * 1.0  # an object that the program does not have
+
+    def show(self) -> None:
+        """Give attributes the values of the last local replica in place of `ReplicaValues`, when no step follows."""
+        for (number, name), values in self._assigned.items():
+            if isinstance(values.left, ReplicaValues) and values.are_left(self._attributes[number].get(name, _MISSING)):
+                values.left = values.of[max(values.of)]
+                _put(self._attributes[number], name, values.left)
+
+
+def _copied_apart(tensor: torch.Tensor, storages: Set[int]) -> torch.Tensor:
+    """Return a copy of a tensor, which is no view of these storages."""
+    if tensor.untyped_storage().data_ptr() in storages:
+        raise ValueError("a view of a parameter or buffer would be none in another process")
+    return tensor.detach().clone()
 
 
 def _packed(value: Tree) -> bytes:
@@ -322,7 +401,8 @@ def _packed(value: Tree) -> bytes:
 def _unpacked(packed: bytes, device: torch.device | None = None) -> Tree:
     """Return a value with its tensors of the host there, and others on a device; no code that comes with it runs."""
     place = None if device is None else lambda storage, of: storage if of == HOST.type else storage.to(device=device)
-    return torch.load(BytesIO(packed), map_location=place, weights_only=True)
+    with torch.serialization.safe_globals([*_OF_NUMPY]):
+        return torch.load(BytesIO(packed), map_location=place, weights_only=True)
 
 
 def _put(attributes: dict[str, Tree], name: str, value: Tree) -> None:
@@ -335,32 +415,39 @@ def _put(attributes: dict[str, Tree], name: str, value: Tree) -> None:
         attributes[name] = value
 
 
-def _are_same(attributes: Mapping[str, Tree], before: Mapping[str, Tree]) -> bool:
-    """Return whether a module has the attributes that it had, which takes 1 us."""
-    return attributes.keys() == before.keys() and all(map(is_, attributes.values(), before.values()))
+def _are_equal(one: Tree, other: Tree) -> bool:
+    """Return whether two values of an attribute are equal; for containers, whether both or none are empty."""
+    if isinstance(one, _Contents) and isinstance(other, _Contents):
+        return bool(one.elements) == bool(other.elements)
+    try:
+        return one is other or bool(one == other) or bool(one != one and other != other)  # NaN
+    except Exception:  # arrays of several elements, and classes of the program
+        return False
 
 
-def _differ(of: Mapping[int, Tree]) -> bool:
-    """Return whether the values of replicas are numbers, arrays of one element, strings or None, and differ."""
-    values = list(of.values())
-    return all(map(_is_plain, values)) and any(
-        one is not values[0] and _shown(one) != _shown(values[0]) for one in values
-    )
-
-
-def _is_plain(value: object) -> bool:
+def _is_number(value: object) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and not value.is_complex()
+        return value.numel() == 1 and not value.is_complex() and value.device.type != "meta"
     if isinstance(value, np.ndarray):
         return value.size == 1 and value.dtype.kind in "biuf"
-    return value is None or isinstance(value, Real | np.bool_ | str | bytes)
+    return isinstance(value, Real | np.bool_)
 
 
 def _shown(value: Tree) -> str:
     if isinstance(value, torch.Tensor):
         value = value.detach()
-    value = value.item() if isinstance(value, torch.Tensor | np.ndarray | np.generic) else value
-    return repr(value)
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic) and _is_number(value):
+        value = value.item()
+    if isinstance(value, _Contents):
+        value = value.elements
+    return f"{value:g}" if isinstance(value, float) else "nothing" if value is _MISSING else reprlib.repr(value)
+
+
+def _is_shared(value: Tree) -> bool:
+    """Return whether a program may have this very object in several places, as it has None."""
+    if isinstance(value, _Contents):
+        return not value.elements  # `clear` would change nothing
+    return value is _MISSING or (isinstance(value, _SHARED) and "<" not in getattr(value, "__qualname__", ""))
 
 
 # ---- the state
@@ -393,16 +480,14 @@ class ReplicaState:
     Args:
         buffers: The buffers and frozen parameters on which replicas agree after a step.
         attributes: The attributes of the module.
-        may_repeat: Whether a step may be repeated, because the job goes on without a lost instance.
 
     Attributes:
         buffers: The given buffers.
         attributes: The given attributes.
     """
 
-    def __init__(self, buffers: ModelBuffers, attributes: Attributes, may_repeat: bool = False) -> None:
+    def __init__(self, buffers: ModelBuffers, attributes: Attributes) -> None:
         self.buffers, self.attributes = buffers, attributes
-        self._may_repeat = may_repeat
         self._kept: dict[int, _SavedSlot] = {}  # by the number of the slot
         self._slots: Sequence[Slot] = ()
         self._own: Mapping[int, torch.Tensor] = {}
@@ -441,9 +526,9 @@ class ReplicaState:
             self._view = None
             raise
         else:
+            self.attributes.end()
             self.attributes.note(self._view)
-            self._after = self.attributes.view() if self._may_repeat else None
-            self._view = self._view if self._may_repeat else None  # it refers to values of the last step
+            self._after = self.attributes.view()
         finally:
             self._put_back()
 
@@ -451,6 +536,10 @@ class ReplicaState:
         """Take back what the turns of a step have assigned, if it was begun but interrupted."""
         if step == self._step and self._view is not None and self._after is not None:
             self.attributes.undo(self._view, self._after)
+
+    def applied(self) -> None:
+        """Drop what `undo` needs, which refers to values of the last step."""
+        self._view = self._after = None
 
     def _keep(self) -> None:
         """Keep the buffers, and the frozen parameters that replicas may write: in a first step that is not known."""

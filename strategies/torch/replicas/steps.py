@@ -125,7 +125,7 @@ class LocalReplicas:
         self._streams = options.streams_over(replicas) and not instances
         training.attributes.follow()
         self._turns = ReplicaTurns[ReplicaResults](
-            self._module, training.watch, training.buffers, training.attributes, self._of_all, replicas.can_carry_on
+            self._module, training.watch, training.buffers, training.attributes, self._of_all
         )
         self.state, self.guard = self._turns.state, self._turns.guard
         self.rows = [ReplicaRows(self._module, replica, self._of_all) for replica in self.replicas]

@@ -50,7 +50,6 @@ class ReplicaTurns(Generic[Results]):
         buffers: The buffers and frozen parameters on which replicas agree after a step.
         attributes: The attributes of which each replica has its own.
         count: The number of all replicas.
-        may_repeat: Whether a whole step may be repeated, because the job goes on without a lost instance.
 
     Attributes:
         state: The state that is put back before each replica.
@@ -58,16 +57,10 @@ class ReplicaTurns(Generic[Results]):
     """
 
     def __init__(
-        self,
-        module: torch.nn.Module,
-        watch: ModuleWatch,
-        buffers: ModelBuffers,
-        attributes: Attributes,
-        count: int,
-        may_repeat: bool = False,
+        self, module: torch.nn.Module, watch: ModuleWatch, buffers: ModelBuffers, attributes: Attributes, count: int
     ) -> None:
         self._watch, self._count = watch, count
-        self.state, self.guard = ReplicaState(buffers, attributes, may_repeat), RepetitionGuard(module)
+        self.state, self.guard = ReplicaState(buffers, attributes), RepetitionGuard(module)
 
     def repeats_in(self, step: TurnsOfStep) -> bool:
         """Return whether the first replica computes again in a step. One replica has no neighbours to disturb it."""

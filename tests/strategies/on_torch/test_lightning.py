@@ -225,6 +225,7 @@ def after_steps(kind):
     for replica in range(2):
         with attributes.of(replica):
             module.seen = kind(replica)
+    attributes.end()
     return module
 
 

@@ -308,3 +308,106 @@ def test_attributes_that_cannot_be_sent_are_named_and_the_others_go_on():
 
 def complex_object(number):
     return collections.deque([number])
+
+
+class Cached(torch.nn.Module):
+    """A module that makes a view of its weights and a function in the first step, and deletes an attribute later."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.view, self.function, self.count, self.double = torch.nn.Linear(4, 3), None, None, 0, True
+
+    def forward(self, x):
+        if self.view is None:
+            self.view, self.function = self.last.weight.detach(), lambda rows: rows * 2
+        self.count += 1
+        if self.count == 2:
+            del self.double
+        return self.function(self.last(x)) * (1 + self.view.mean()) * (2 if hasattr(self, "double") else 1)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_spare_makes_caches_again_and_deletes_what_the_others_have_deleted(step):
+    """A copy of a view would keep the old weights."""
+    train = functools.partial(trained, first=Cached(), program=lambda module, step: None)
+    alone = train(strategies.IPUStrategy(4))
+    assert run_with_spares(2, 1, 4, train, [f"kill:instance=1,step={step},phase=forward"]) == [alone, None, alone]
+
+
+def trained(strategy, first, program):
+    """Train a copy of a module that the program changes before each step, and return its bits."""
+    module = copy.deepcopy(first)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+    trainer = strategies.torch.Trainer(strategy, module, lambda module, batch: module(batch).square().mean(), optimizer)
+    rows = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
+    for step, batch in enumerate(strategies.torch.distribute_dataset(strategy, rows, batch_size=2).epoch(0)):
+        program(module, step)
+        trainer.step(batch)
+    trainer.close()
+    return strategies.fingerprint([one.detach().numpy() for one in module.state_dict().values()])
+
+
+class Follows(torch.nn.Module):
+    """A frozen layer, a frozen mean that the forward pass writes, and a trained layer that counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = torch.nn.Linear(4, 4), torch.nn.Module(), torch.nn.Linear(4, 4)
+        self.first.requires_grad_(False)
+        self.middle.mean = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.counter = Counts()
+
+    def forward(self, x):
+        rows = self.first(x)
+        self.middle.mean.mul_(0.9).add_(rows.detach().mean(0) * 0.1)
+        return self.last(rows + self.middle.mean) * self.counter()
+
+
+class Counts(torch.nn.Module):
+    count = 0
+
+    def forward(self):
+        self.count += 1
+        return self.count
+
+
+def thawing(module, step):
+    """Freeze a layer and thaw another of the same size."""
+    if step == 1:
+        module.first.requires_grad_(True)
+        module.last.requires_grad_(False)
+
+
+def replacing(module, step):
+    if step == 1:
+        module.counter = torch.nn.Sequential(Counts(), torch.nn.Identity())
+        module.counter.forward = module.counter[0].forward
+
+
+def growing(module, step):
+    if step == 1:
+        module.register_buffer("later", torch.zeros(2))
+
+
+@pytest.mark.parametrize("program", [thawing, replacing, growing])
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_spare_follows_a_program_that_changes_the_parts_of_the_module(program, step):
+    train = functools.partial(trained, first=Follows(), program=program)
+    alone = train(strategies.IPUStrategy(4))
+    assert run_with_spares(2, 1, 4, train, [f"kill:instance=1,step={step},phase=forward"]) == [alone, None, alone]
+
+
+def test_a_spare_that_has_changed_its_module_otherwise_is_refused_and_the_others_go_on():
+    def train(strategy):
+        def freezing(module, step):
+            if step == 1 and strategy.replicas.is_spare:
+                module[0].bias.requires_grad_(False)
+
+        return trained(strategy, first, freezing)
+
+    first = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    alone = train(strategies.IPUStrategy(4))
+    one, lost, spare = run_with_spares(2, 1, 4, train, ["kill:instance=1,step=2,phase=forward"])
+    assert (one, lost) == (alone, None)
+    assert isinstance(spare, SpareError)
+    assert "its digest of the module's shapes is" in str(spare)

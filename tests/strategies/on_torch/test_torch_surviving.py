@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from torch_modules import data, distributed, loss_fn, new_module
 import strategies
 import strategies.torch
 from collectives import PeerLostError
-from strategies import StrategyError
+from strategies import NonFiniteGradientError, StrategyError
 
 REPLICAS = 6
 STEPS = 4
@@ -239,6 +239,28 @@ def test_an_attribute_counts_an_interrupted_step_once(phase):
 
     alone = counted(strategies.IPUStrategy(4))
     assert run_instances(2, 4, counted, [f"kill:instance=1,step=2,phase={phase}"]) == [alone, None]
+
+
+@pytest.mark.parametrize("survives", [True, False])
+def test_an_attribute_does_not_count_a_step_that_was_refused(survives):
+    first = Warming()
+
+    def counted(strategy):
+        module = copy.deepcopy(first)
+        optimizer = torch.optim.SGD(module.parameters(), 0.5)
+        trainer = strategies.torch.Trainer(
+            strategy, module, lambda module, batch: module(batch).square().mean(), optimizer, check_numerics=True
+        )
+        rows = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
+        rows[10] = np.nan
+        for batch in strategies.torch.distribute_dataset(strategy, rows, batch_size=2, shuffle=False).epoch(0):
+            with suppress(NonFiniteGradientError):
+                trainer.step(batch)
+        return module.calls, strategies.fingerprint([one.detach().numpy() for one in module.parameters()])
+
+    found = run_instances(2, 4, counted, survives=survives)
+    assert found == [counted(strategies.IPUStrategy(4))] * 2
+    assert found[0][0] == 3
 
 
 class Frozen(nn.Module):

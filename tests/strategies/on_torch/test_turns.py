@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import math
 import random
 
 import numpy as np
@@ -154,6 +155,32 @@ def kept_tensor(module, x):
     return 1 + before
 
 
+def sometimes(module, x):
+    """Keep a number of some batches only."""
+    if x.sum() > 0:
+        module.value = float(x.max())
+    return module.value or 1.0
+
+
+def sometimes_appended(module, x):
+    if x.sum() > 0:
+        module.value.append(float(x.max()))
+    return 1 + sum(module.value)
+
+
+def hidden(module, x):
+    """Keep a matrix for the next pass, or nothing."""
+    before, module.value = module.value, x.t() @ x if x.sum() > 0 else None
+    return 1.0 if before is None else 1 + before.mean().tanh()
+
+
+def at_least(module, x):
+    """Keep a number of a part, which may be NaN."""
+    before = getattr(module.last, "least", math.nan)
+    module.last.least = float(x.max()) if x.sum() > 0 else math.nan
+    return 1.0 if math.isnan(before) else before
+
+
 ATTRIBUTES = [
     row("a number", remembers(0, counted)),
     row("a string", remembers("left", toggled)),
@@ -171,6 +198,10 @@ ATTRIBUTES = [
     row("the mode", remembers(None, mode_changed)),
     row("an attribute of a layer", remembers(None, of_submodule)),
     row("a tensor of the last pass", remembers(torch.zeros(()), kept_tensor)),
+    row("a number of some replicas", remembers(None, sometimes)),
+    row("a list of some replicas", remembers([], sometimes_appended)),
+    row("a list that grows beyond a thousand elements", remembers([0.0] * 998, appended)),
+    row("a matrix or nothing", remembers(None, hidden)),
 ]
 
 
@@ -196,10 +227,24 @@ def list_edited(module, optimizer):
     yield
 
 
+def nothing_left(module, optimizer):
+    for _ in steps():
+        yield
+        module.value = None
+
+
+def nan_left(module, optimizer):
+    for _ in steps():
+        yield
+        module.last.least = math.nan
+
+
 ASSIGNED = [
     row("a number is assigned", remembers(0, counted), program=assigning(None, 10, None, 3, None)),
     row("a number that differs is assigned", remembers(0.0, largest), program=assigning(0.0, None, 0.5, None, None)),
     row("a list is assigned", remembers([], appended), program=assigning(None, [5.0], None, [], None)),
+    row("nothing is assigned in place of a matrix", remembers(None, hidden), program=nothing_left),
+    row("NaN is assigned to a part", remembers(None, at_least), program=nan_left),
     row("a mode is assigned", remembers(None, mode_changed),
         program=lambda module, optimizer: (module.eval() if number == 2 else None for number in range(STEPS))),
 ]  # fmt: skip
