@@ -165,8 +165,8 @@ class Attributes:
         self.count += 1  # in forward: the number of this replica's passes
 
     Between steps, attributes have the values of the last local replica. Where those of local replicas differ, an
-    attribute is `ReplicaValues` in two cases: if all are numbers of the module itself; or if the last one is None, a
-    string, an integer or the like, because an assignment of the same object by the program would not be seen.
+    attribute is `ReplicaValues` in two cases: if all are numbers (in submodules no tensors, which may be on a device);
+    or if the last one is None, a string or the like, because the program could assign the same object unseen.
 
     A value that the program assigns holds for all replicas. Lists, dictionaries, sets and deques count by their
     elements. Other objects that a step changes in place belong to the instance, and those of TorchScript to the module.
@@ -367,8 +367,8 @@ class Attributes:
         """End a step of all local replicas: leave `ReplicaValues` where no value would do for all."""
         for (number, name), values in self._assigned.items():
             left, of = values.left, list(values.of.values())
-            is_known = (number == 0 and all(map(_is_number, of))) or _is_shared(left)
-            if is_known and not all(_are_equal(left, one) for one in of):
+            are_numbers = all(_is_number(one) and not (number and isinstance(one, torch.Tensor)) for one in of)
+            if (are_numbers or _is_shared(left)) and not all(_are_equal(left, one) for one in of):
                 if values.shown is None or not are_same(values.shown.of_replicas, values.of):
                     values.shown = ReplicaValues(f"{self._names[number]}.{name}", values.of)
                 self._attributes[number][name] = values.left = values.shown

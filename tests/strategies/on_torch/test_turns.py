@@ -636,16 +636,26 @@ def test_hooks_of_parameters_run_once_for_each_replica_and_micro_batch_on_its_ow
     assert len(seen) == 2 * REPLICAS
 
 
-def test_an_attribute_that_differs_between_replicas_has_no_value_between_steps(on_instances):
+@pytest.mark.parametrize(("change", "place", "name"), [(largest, "", "value"), (of_submodule, ".last", "calls")])
+def test_an_attribute_that_differs_between_replicas_has_no_value_between_steps(change, place, name, on_instances):
+    """Until the trainer is closed: then it has the value of the last local replica."""
+
     def trained(strategy):
-        module = drawn(remembers(0.0, largest))
-        trainer = sgd_trainer(strategy, module)
-        trainer.step(rows_of(0, strategy.local_replicas))
+        module = drawn(remembers(0.0, change))
+        trainer, of = sgd_trainer(strategy, module), module.get_submodule(place[1:])
+        batch = rows_of(0, strategy.local_replicas)
+        trainer.step(batch)
+        last = float(batch["x"].chunk(len(strategy.local_replicas))[-1].max())
         if len(strategy.local_replicas) > 1:
-            with pytest.raises(StrategyError, match=r"Remembers\.value was assigned in a step and is .* in replica"):
-                float(module.value)
+            refused = rf"Remembers{place}\.{name} was assigned in a step and is .* in replica"
+            with pytest.raises(StrategyError, match=refused):
+                float(getattr(of, name))
+            with pytest.raises(StrategyError, match=refused):
+                getattr(of, name).upper()
         else:
-            assert module.value == float(rows_of(0, strategy.local_replicas)["x"].max())
+            assert getattr(of, name) == last
+        trainer.close()
+        assert getattr(of, name) == last
 
     for instances in (1, 2, 4):
         on_instances(instances, REPLICAS, trained)
