@@ -256,8 +256,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="a refused step stays in the attributes of a module",
         path="strategies/torch/replicas/state.py",
-        old="        self.undo(step)\n        self.attributes.begin(replicas)",
-        new="        self.attributes.begin(replicas)",
+        old="        self.undo(step)\n        self._have_own",
+        new="        self._have_own",
         caught_by=f"{_LOSSES}test_an_attribute_does_not_count_a_step_that_was_refused",
     ),
     Fault(

@@ -112,12 +112,12 @@ class InferenceTurns:
         self.written = []
         attributes = self._attributes
         attributes.follow()
-        attributes.begin(self._replicas)
+        have_own = attributes.begin(self._replicas)
         with kept_generators(self._memory.device), intra_op_threads(1), _evaluating(self._module):
             view = attributes.view()
             for place, column in enumerate(zip(*rounds, strict=True)):
                 with Baton(self._memory.device), ExitStack() as stack:
-                    if len(self._replicas) > 1:
+                    if have_own:
                         stack.enter_context(attributes.of(self._replicas[place]))
                         self._module.eval()
                     try:

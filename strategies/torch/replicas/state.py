@@ -34,11 +34,9 @@ _MOST_ELEMENTS = 1000
 """Containers that begin with more elements belong to the instance, not to a replica."""
 _SHARED = (NoneType, int, complex, str, bytes, tuple, Enum, type, FunctionType, BuiltinFunctionType, torch.dtype)
 """Kinds of objects that a program may have in several places, as long as they are not made in a function."""
-
-
-_VALUES: Tree = (np.zeros(0), np.float32(0))
+_EXAMPLES: Tree = (np.zeros(0), np.float32(0))
 _OF_NUMPY: list[Callable[..., Tree]] = [
-    *(np.ndarray, np.dtype, *(one.__reduce__()[0] for one in _VALUES)),
+    *(np.ndarray, np.dtype, *(one.__reduce__()[0] for one in _EXAMPLES)),
     *{type(np.dtype(kind)) for kind in np.typecodes["All"] if kind != "O"},
 ]
 """What loads scalars and arrays of NumPy."""
@@ -319,8 +317,8 @@ class Attributes:
 
     # ---- for one replica
 
-    def begin(self, replicas: Iterable[int]) -> None:
-        """Begin a step of these local replicas. Those that came from a lost instance begin as another one does.
+    def begin(self, replicas: Iterable[int]) -> bool:
+        """Begin a step of these local replicas, and return whether they need `of`. New ones begin as another one does.
 
         A value that the program has assigned since the last step holds for all replicas.
         """
@@ -330,6 +328,7 @@ class Attributes:
                 values.of = {replica: values.of_replica(replica) for replica in local}
             else:
                 del self._assigned[number, name]
+        return len(local) > 1 or bool(self._assigned)
 
     @contextmanager
     def of(self, replica: int) -> Iterator[None]:
@@ -491,7 +490,7 @@ class ReplicaState:
         self._kept: dict[int, _SavedSlot] = {}  # by the number of the slot
         self._slots: Sequence[Slot] = ()
         self._own: Mapping[int, torch.Tensor] = {}
-        self._are_several = False
+        self._have_own = False
         self._view: AttributeView | None = None  # at the beginning of the step
         self._after: AttributeView | None = None  # after its turns
         self._step: int | None = None
@@ -511,9 +510,8 @@ class ReplicaState:
             is_repetition: Whether to begin with the buffers and frozen parameters of the last beginning.
         """
         self.undo(step)
-        self.attributes.begin(replicas)  # before the view, with which the first replica begins again
+        self._have_own = self.attributes.begin(replicas)  # before the view, with which the first replica begins again
         self._step, self._view = step, self.attributes.view()
-        self._are_several = len(replicas) > 1
         if is_repetition:
             self._is_fresh = False
             self._put_back()
@@ -578,7 +576,7 @@ class ReplicaState:
         self._is_fresh = False
         frozen = [kept.slot for kept in self._kept.values() if kept.slot.is_parameter]
         marks = WriteMarks([(slot.name, slot.tensor) for slot in frozen])
-        with self.attributes.of(replica) if self._are_several else nullcontext():
+        with self.attributes.of(replica) if self._have_own else nullcontext():
             yield
         self.buffers.touched |= marks.counted()
 

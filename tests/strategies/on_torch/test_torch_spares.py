@@ -411,3 +411,25 @@ def test_a_spare_that_has_changed_its_module_otherwise_is_refused_and_the_others
     assert (one, lost) == (alone, None)
     assert isinstance(spare, SpareError)
     assert "its digest of the module's shapes is" in str(spare)
+
+
+class Largest(torch.nn.Module):
+    """A module with a number that differs between replicas."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.largest = torch.nn.Linear(4, 3), 0.0
+
+    def forward(self, x):
+        self.largest = max(self.largest, float(x.detach().max()))
+        return self.last(x) * self.largest
+
+
+def test_a_replica_alone_on_its_instance_has_its_attributes_after_others_were_there():
+    """The bits are those of no other job: a replica whose instance has slept begins with another one's attributes."""
+    train = functools.partial(trained, first=Largest(), program=lambda module, step: None)
+    job = StandbyJob(ThreadHub(3), num_active=3)
+    hooks = [hook(0, "all_reduce", 1, resizing(job, 1)), hook(0, "all_reduce", 3, resizing(job, 3))]
+    found = run_with_spares(3, 0, 3, train, hooks, job=job)
+    assert found == [found[0]] * 3
+    assert isinstance(found[0], str)
