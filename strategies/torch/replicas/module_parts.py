@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from operator import is_
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch._C._dynamo import eval_frame
@@ -14,7 +13,6 @@ from strategies.errors import StrategyError
 from strategies.torch.replicas.gradient_map import groups_of
 from strategies.torch.tensors import have_other_bits, have_same_bits
 
-Key = TypeVar("Key")
 _WRAPPED, _IN_PLACE = "dynamo_ctx", "_compiled_call_impl"
 """The attributes in which `torch.compile(module)` and `module.compile()` keep the compiled form."""
 
@@ -109,21 +107,21 @@ class ModuleParts:
 
     def __init__(self, module: torch.nn.Module) -> None:
         modules = list(module.modules())
-        self._kept = [(one, dict(one.items())) for inner in modules for one in (inner._parameters, inner._modules)]
-        self._buffers = [(inner._buffers, _are_empty(inner._buffers)) for inner in modules]
+        holders = [one for inner in modules for one in (inner._parameters, inner._modules)]
+        buffers = [inner._buffers for inner in modules]
+        self._empty = [one for one in (*holders, *buffers) if not len(one)]  # most are; these are soon looked at
+        self._kept = [(one, _ids_of(one), list(one.values())) for one in holders if len(one)]
+        self._buffers = [(one, _are_empty(one)) for one in buffers if len(one)]
 
     @property
     def are_there(self) -> bool:
         """Whether the module has the same parts now. Full buffers may be others."""
-        if any(_are_empty(buffers) != before for buffers, before in self._buffers):
-            return False
-        pairs = ((one if isinstance(one, dict) else dict(one.items()), before) for one, before in self._kept)
-        return all(are_same(now, before) for now, before in pairs)
+        are_same = not any(self._empty) and all(_ids_of(holder) == ids for holder, ids, _ in self._kept)
+        return are_same and all(_are_empty(buffers) == before for buffers, before in self._buffers)
 
 
-def are_same(now: Mapping[Key, object], before: Mapping[Key, object]) -> bool:
-    """Return whether two dictionaries have the same keys and objects in the same order, which takes 1 us."""
-    return now.keys() == before.keys() and all(map(is_, now.values(), before.values()))
+def _ids_of(holder: Mapping[str, object]) -> tuple[list[str], list[int]]:
+    return list(holder.keys()), list(map(id, holder.values()))
 
 
 def _are_empty(buffers: Mapping[str, torch.Tensor | None]) -> dict[str, bool]:
