@@ -253,7 +253,7 @@ class GradientMap:
         if self._scale != 1:
             plain = gradient.to(torch.promote_types(gradient.dtype, torch.float32)) / self._scale
         version = plain._version
-        new: object = self._function(plain, parameter)
+        new = self._function(plain, parameter)
         if not isinstance(new, torch.Tensor):
             raise TypeError(f"map_gradient returns a {type(new).__name__}; it must return the gradient, a tensor")
         if new.shape != plain.shape:

@@ -50,7 +50,7 @@ class StrayGradients:
         """Remember the gradients that the step has left, and watch all optimizers from the first one on."""
         for parameter, name, gradient, version in self._before:
             now = parameter.grad
-            if now is not None and (now is not gradient or now._version != version):
+            if now is not None and (now._version != version or now is not gradient):
                 self._left[parameter] = weakref.ref(now), now._version, name
         self._before = []
         if self._left and not self._is_watching:
