@@ -89,12 +89,12 @@ def converted(dtypes: DTypes, batch: Batch) -> Batch:
 
 def _convert(to: DTypeLike, name: str, leaf: Numbers) -> np.ndarray:
     array, dtype = np.asarray(leaf), np.dtype(to)
-    if dtype.kind in "biu" and array.dtype.kind not in "biu":
-        raise TypeError(f"{name} is {array.dtype} and cannot travel as {dtype}; choose a floating-point dtype")
+    if (dtype.kind in "biu" and array.dtype.kind not in "biu") or (array.dtype.kind == "c" and dtype.kind != "c"):
+        raise TypeError(f"{name} is {array.dtype} and cannot travel as {dtype}; choose a floating or complex dtype")
     with np.errstate(over="ignore"):
         small = array.astype(dtype)
     if array.dtype.kind in "biu":
-        fits = np.array_equal(small.astype(array.dtype), array)
+        fits = np.array_equal(small, array)  # of other signs too
     else:  # all finite numbers have to stay finite
         is_narrower = small.dtype.itemsize < array.dtype.itemsize
         fits = not is_narrower or np.array_equal(np.isfinite(small.astype(float)), np.isfinite(array.astype(float)))

@@ -171,6 +171,7 @@ class ReplicatedModel:
             if checkpoints is not None:
                 stack.enter_context(self._resumed(checkpoints, feed))
 
+        begin_with_epoch(self._model, 0)  # where an earlier `fit` was resumed
         running = RunningLoop(self._model, self.strategy, feed.begin_with, self.unite, resume, self._made, self._watch)
         prepared = listed(callbacks, running, verbose=verbose, epochs=epochs, steps=steps, add_history=True)
         with self._while(running, train=feed, test=validation), stack:
@@ -418,10 +419,9 @@ class ReplicatedModel:
 
     @contextmanager
     def _while(self, running: RunningLoop, **feeds: KerasFeed | None) -> Iterator[None]:
-        """Run one of Keras's loops over feeds inside the block; a callback of another loop may have called it."""
+        """Run one of Keras's loops over feeds inside the block."""
         outer = self._running, self._feeds
-        if self._running is not None:
-            self.unite()
+        self.unite()  # a callback of another loop may have called this one, and an error may have ended the last one
         self._begin()
         self._running, self._feeds = running, {name: feed for name, feed in feeds.items() if feed is not None}
         try:

@@ -87,13 +87,17 @@ def test_dtypes_that_do_not_fit_the_batch_are_refused(dtypes, words):
 
 
 @pytest.mark.parametrize(
-    ("rows", "error", "words"),
+    ("rows", "dtype", "error", "words"),
     [
-        (np.arange(300), ValueError, "the batch has numbers from 0 to 299, which uint8 cannot hold"),
-        (np.ones(300), TypeError, "the batch is float64 and cannot travel as uint8"),
+        (np.arange(300), np.uint8, ValueError, "the batch has numbers from 0 to 299, which uint8 cannot hold"),
+        (np.full(300, 200, np.uint8), np.int8, ValueError, "numbers from 200 to 200, which int8 cannot hold"),
+        (np.full(300, -1, np.int32), np.uint32, ValueError, "numbers from -1 to -1, which uint32 cannot hold"),
+        (np.full(300, 2), np.bool_, ValueError, "numbers from 2 to 2, which bool cannot hold"),
+        (np.ones(300), np.uint8, TypeError, "the batch is float64 and cannot travel as uint8"),
+        (np.ones(300, np.complex64), np.float32, TypeError, "complex64 and cannot travel as float32"),
     ],
 )
-def test_casts_that_would_change_numbers_are_refused(four, rows, error, words):
-    dataset = four.distribute_dataset(rows, 75, shuffle=False, transfer_dtype=np.uint8)
+def test_casts_that_would_change_numbers_are_refused(four, rows, dtype, error, words):
+    dataset = four.distribute_dataset(rows, 75, shuffle=False, transfer_dtype=dtype)
     with pytest.raises(error, match=words):
         next(dataset.epoch(0))

@@ -33,6 +33,16 @@ def test_arrays_that_change_places_show():
     assert digest_of([one, two]) != digest_of([two, one])
 
 
+@pytest.mark.parametrize("size", [16, 4096 * 2 * 3 + 6])
+def test_numbers_that_change_places_show(size):
+    """Also if whole words of 64 bits move, as in masks of halves, rows of an identity and signs."""
+    mask = np.arange(size, dtype=np.float32) < size // 2
+    rows = np.eye(4, dtype=np.float32).repeat(size // 4, 0).reshape(-1)[: 2 * size]
+    arrays = [mask.astype(np.float32), 1 - mask.astype(np.float32), *(np.roll(rows, 2 * by) for by in range(4))]
+    arrays += [np.roll(np.arange(size, dtype=np.float32), by) for by in (0, 2, size // 2)]
+    assert len({digest_of(array) for array in arrays}) == len(arrays)
+
+
 def test_random_keys_are_compared():
     assert digest_of(jax.random.key(0)) != digest_of(jax.random.key(1))
 

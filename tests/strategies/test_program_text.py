@@ -62,6 +62,12 @@ def test_values_of_captured_arrays_change_the_text(size):
     assert text(scaled(weights), weights) != text(scaled(others), weights)
 
 
+@pytest.mark.parametrize("size", [16, 9000])
+def test_numbers_of_captured_arrays_that_change_places_change_the_text(size):
+    mask = np.float32(np.arange(size) < size // 2)
+    assert text(scaled(mask), mask) != text(scaled(1 - mask), mask)
+
+
 def test_captured_random_keys_change_the_text():
     def drawn(seed):
         key = jax.random.key(seed)

@@ -63,6 +63,22 @@ def test_a_training_resumed_on_other_instances_has_the_bits_of_one_that_never_st
         assert told == {name: values[1:] for name, values in history.items()}
 
 
+def test_a_later_training_begins_with_its_own_first_epoch(alone, tmp_path):
+    """Although the one before it was resumed at its end."""
+
+    def program(strategy):
+        model, epochs = with_dropout(), []
+        fitted(model, strategies.keras.Checkpoints(tmp_path / "first", every=6))
+        counts = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: epochs.append(epoch))
+        fitted(model, strategies.keras.Checkpoints(tmp_path / str(len(runs)), every=100), counts)
+        return epochs, bits_of(model)
+
+    runs = []
+    for _ in range(2):
+        runs.append(alone(program))
+    assert runs == [([0, 1, 2], runs[0][1])] * 2
+
+
 def test_the_position_in_an_epoch_needs_whole_epochs(alone, tmp_path):
     def program(strategy):
         with_dropout().fit(

@@ -246,6 +246,52 @@ def test_sharding_the_optimizer_state_changes_no_bit(in_scopes, kind):
     assert whole[1] is False
 
 
+class FailsOnce(keras.utils.PyDataset):
+    """Batches of which one in the middle cannot be read at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.has_failed = False
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, number):
+        if number == 15 and not self.has_failed:
+            raise InterruptedError
+        return X[2 * number :][:2], TARGETS[2 * number :][:2]
+
+
+def test_an_error_in_a_training_keeps_the_sharded_state_of_the_optimizer(in_scopes):
+    def program(strategy, options):
+        model, data = keras.Sequential([keras.Input((6,)), dense(7, 1), dense(1, 2)]), FailsOnce()
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+        model.set_gradient_accumulation_options(1, **options)
+        with pytest.raises(InterruptedError):
+            model.fit(data, shuffle=False, verbose=0)
+        data.has_failed = True
+        model.fit(data, shuffle=False, verbose=0)
+        return bits_of(model)
+
+    options = {"replicated_optimizer_state_sharding": True, "offload_weight_update_variables": True}
+    assert in_scopes(1, lambda strategy: program(strategy, options)) == in_scopes(
+        1, lambda strategy: program(strategy, {})
+    )
+
+
+def test_means_of_weights_in_a_sharded_optimizer_are_validated(in_scopes):
+    def program(strategy, options):
+        model = keras.Sequential([keras.Input((6,)), dense(7, 1), dense(1, 2)])
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9, use_ema=True), "mse")
+        model.set_gradient_accumulation_options(1, **options)
+        data = {"validation_data": (X[:20], TARGETS[:20]), "batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
+        return model.fit(X, TARGETS, **data, callbacks=[keras.callbacks.SwapEMAWeights()]).history, bits_of(model)
+
+    options = {"replicated_optimizer_state_sharding": True, "offload_weight_update_variables": True}
+    [whole] = in_scopes(1, lambda strategy: program(strategy, {}))
+    assert in_scopes(2, lambda strategy: program(strategy, options)) == [whole] * 2
+
+
 @pytest.mark.complete
 def test_accumulators_can_have_another_dtype(in_scopes):
     def program(strategy):

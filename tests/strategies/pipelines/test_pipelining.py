@@ -120,6 +120,32 @@ def steps(strategy, pipeline=None, loss_fn=pair, count=COUNT, steps=2, **options
     return state, metrics
 
 
+def test_stages_that_differ_in_their_constants_have_programs_of_their_own():
+    """The masks of coupling layers have the same numbers in other places."""
+    mask = np.float32([1] * 8 + [0] * 8)
+
+    def couplings(variables, batch, key):
+        with strategies.pipeline_stage(0):
+            rows = jnp.repeat(batch[:, :1], 16, 1)
+        for number, of_stage in enumerate([mask, 1 - mask]):
+            with strategies.pipeline_stage(number + 1):
+                kept = rows * of_stage
+                rows = kept + jnp.tanh(kept @ variables["layers"][number])
+        with strategies.pipeline_stage(3):
+            return jnp.mean((rows - jnp.arange(16.0)) ** 2)
+
+    start = {"layers": [np.full((16, 16), 0.1, np.float32)] * 2}
+    found = []
+    for pipeline in (None, strategies.Pipelining([0, 1, 2, 3], "grouped")):
+        strategy = strategies.IPUStrategy(1, ipus_per_replica=1 if pipeline is None else 4)
+        trainer = strategies.Trainer(
+            strategy, couplings, optax.sgd(0.1), gradient_accumulation_count=8, pipeline=pipeline
+        )
+        state, metrics = trainer.step(trainer.init(start), numbers(strategy, rows=16)[:16])
+        found.append(state.variables["layers"])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+
 GROUPED = strategies.Pipelining([0, 1], "grouped")
 SEQUENTIAL = strategies.Pipelining([0, 0], "sequential", recompute=True)
 OPTIONS = {

@@ -494,6 +494,16 @@ def test_a_change_with_an_effect_is_refused_after_changes_without_one():
         next(steps)
 
 
+def test_another_mask_of_the_same_numbers_is_refused():
+    half = np.float32([1] * 8 + [0] * 8)
+    settings = SimpleNamespace(mask=half)
+    steps = trained(lambda x: x.sum() * (jnp.arange(16.0) * settings.mask).sum())
+    next(steps)
+    settings.mask = 1 - half
+    with pytest.raises(RuntimeError, match=r"reads settings.mask, .* has changed since"):
+        next(steps)
+
+
 def test_many_changes_without_an_effect_are_compared_less_often_with_a_warning(caplog):
     traces, settings = [], SimpleNamespace(epoch=0)
 
