@@ -408,9 +408,9 @@ def _first(running: RunningLoop, unites_batches: bool) -> _OfStrategy:
     """Return the callback before all others. With `unites_batches` these get the whole state after each batch too."""
     return _OfStrategy(
         on_epoch_begin=lambda epoch, logs=None: running.begin_epoch(epoch),
-        on_epoch_end=lambda *_: running.unite(),
-        on_test_begin=lambda *_: running.unite(),
-        on_train_batch_end=(lambda *_: running.unite()) if unites_batches else None,
+        on_epoch_end=lambda *_, **named: running.unite(),
+        on_test_begin=lambda *_, **named: running.unite(),
+        on_train_batch_end=(lambda *_, **named: running.unite()) if unites_batches else None,
     )
 
 
