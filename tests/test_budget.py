@@ -44,8 +44,8 @@ BUDGET: dict[str, int] = {
     "poprun/verify": 1545,
     "strategies": 2129,
     "strategies/checkpoints": 909,
-    "strategies/compat": 4229,
-    "strategies/core": 1824,
+    "strategies/compat": 4223,
+    "strategies/core": 1823,
     "strategies/data": 1380,
     "strategies/exchange": 1035,
     "strategies/jax": 8688,
@@ -53,7 +53,7 @@ BUDGET: dict[str, int] = {
     "strategies/measure": 269,
     "strategies/pipelines": 2051,
     "strategies/sinks": 984,
-    "strategies/torch": 9251,
+    "strategies/torch": 9250,
 }
 """Code lines, without blank lines, comments and docstrings, by package and folder inside of it."""
 

@@ -388,9 +388,8 @@ class RunningLoop:
 
     def agree_on_begin(self) -> None:
         """Begin on all instances with the epoch and the state of the chief. Collective."""
-        replicas = self.strategy.replicas
-        epoch = number_of_leader(replicas, self.model._initial_epoch or 0, "first epoch")
-        begin_with_epoch(self.model, epoch)
+        replicas, begun = self.strategy.replicas, self.model._initial_epoch or 0
+        begin_with_epoch(self.model, number_of_leader(replicas, begun, "first epoch"))
         self.resume()
         if self.is_alone or self.watch is None:
             return
@@ -406,11 +405,15 @@ class _OfStrategy(keras.callbacks.LambdaCallback):
 
 def _first(running: RunningLoop, unites_batches: bool) -> _OfStrategy:
     """Return the callback before all others. With `unites_batches` these get the whole state after each batch too."""
+
+    def unite(*arguments: object, **named: object) -> None:
+        running.unite()
+
     return _OfStrategy(
         on_epoch_begin=lambda epoch, logs=None: running.begin_epoch(epoch),
-        on_epoch_end=lambda *_, **named: running.unite(),
-        on_test_begin=lambda *_, **named: running.unite(),
-        on_train_batch_end=(lambda *_, **named: running.unite()) if unites_batches else None,
+        on_epoch_end=unite,
+        on_test_begin=unite,
+        on_train_batch_end=unite if unites_batches else None,
     )
 
 

@@ -93,14 +93,18 @@ def lines_of_module(module: torch.nn.Module, of_steps: Container[tuple[int, str]
         numbers = ", ".join(f"{key}={value!r}" for key, value in sorted(own))
         shown = "" if changing else inner.extra_repr()  # it may contain them
         lines.append(f"{name or 'the module'}: {type(inner).__qualname__}({shown}) {numbers}")
+    return lines + lines_of_tensors(module)
+
+
+def lines_of_tensors(module: torch.nn.Module) -> list[str]:
+    """Return one line for each parameter and buffer of a module."""
+    lines = []
     for name, parameter in module.named_parameters():
         groups = groups_of(parameter)
         shown = "" if groups is None else f" {groups}"
         trained = "" if parameter.requires_grad else " not trained"
         lines.append(f"{name}: {parameter.dtype}{list(parameter.shape)}{trained}{shown}")
-    for name, buffer in module.named_buffers():
-        lines.append(f"{name}: buffer {buffer.dtype}{list(buffer.shape)}")
-    return lines
+    return lines + [f"{name}: buffer {one.dtype}{list(one.shape)}" for name, one in module.named_buffers()]
 
 
 def _is_compared(module: torch.nn.Module, name: str, value: object) -> bool:

@@ -34,6 +34,7 @@ from strategies.torch.agreement import (
     lines_of_function,
     lines_of_module,
     lines_of_optimizer,
+    lines_of_tensors,
     members_of_groups,
     settings_differ,
     settings_in_words,
@@ -539,10 +540,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     @property
     @override
     def facts(self) -> Mapping[str, object]:
-        module = self._training.module
-        parts = [*module.named_parameters(), *module.named_buffers()]
-        shapes = [f"{name}: {list(one.shape)}{', trained' * one.requires_grad}" for name, one in parts]
-        return self._agreed | {"digest of the module's shapes": hashlib.sha256("\n".join(shapes).encode()).hexdigest()}
+        lines = "\n".join(lines_of_tensors(self._training.module))
+        return self._agreed | {"digest of the module's shapes": hashlib.sha256(lines.encode()).hexdigest()}
 
     # ---- checkpoints
 

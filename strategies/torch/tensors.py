@@ -149,6 +149,18 @@ def tensors_in(outputs: Tree) -> Iterator[torch.Tensor]:
 # ---- arithmetic
 
 
+def nodes_behind(tensor: torch.Tensor) -> Iterator[torch.autograd.graph.Node]:
+    """Yield the nodes of autograd's graph on which a tensor depends, each once."""
+    seen: set[torch.autograd.graph.Node | None] = {None}
+    ahead = [tensor.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            ahead += [each for each, _ in node.next_functions]
+
+
 class TorchArithmetic(DeviceArithmetic):
     """PyTorch's arithmetic on flat tensors of one device, with the bits of `collectives.reduction.Reduction`.
 

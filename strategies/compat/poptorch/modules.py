@@ -24,6 +24,7 @@ from strategies.compat.poptorch.options import Options
 from strategies.errors import StrategyError
 from strategies.torch.replicas.gradient_map import ReplicaGroups, group_replicas
 from strategies.torch.replicas.module_parts import slots_of
+from strategies.torch.tensors import nodes_behind
 from strategies.typing import Batch, Tree
 
 logger = logging.getLogger("strategies.torch.poptorch")
@@ -103,14 +104,7 @@ def last_of(marked: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     *parts, last = marked
     wanted = {part.grad_fn for part in parts} - {last.grad_fn, None}
-    seen: set[object] = set()
-    ahead = [last.grad_fn] if wanted else []
-    while ahead and not wanted <= seen:
-        node = ahead.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            ahead += [each for each, _ in node.next_functions]
-    if not wanted <= seen:
+    if wanted and not wanted <= set(nodes_behind(last)):
         raise StrategyError(
             f"{len(marked)} losses are marked; add them up, and mark only the sum with poptorch.identity_loss"
         )

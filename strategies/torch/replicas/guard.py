@@ -23,7 +23,7 @@ from strategies.core.agreement import Digest, Members, broadcast_text
 from strategies.errors import StrategyError
 from strategies.jax.comparing.agreement import digest_of
 from strategies.torch.replicas.module_parts import Slot, differs, is_compiled
-from strategies.torch.tensors import ThreadValue, as_array, bits_of
+from strategies.torch.tensors import ThreadValue, as_array, bits_of, nodes_behind
 
 _StrayGradient: TypeAlias = tuple[Callable[[], torch.Tensor | None], int, str]
 """A gradient that replicas have left, PyTorch's counter of writes to it, and its parameter in words."""
@@ -186,7 +186,8 @@ class RepetitionGuard:
         """Find the parameters outside of the module of which a loss is computed, if they are searched in this step."""
         if self._searches:
             own = set(map(id, self._module.parameters()))
-            leaves = [one for one in _leaves_of(loss) if id(one) not in own]
+            found = [getattr(node, "variable", None) for node in nodes_behind(loss)]
+            leaves = [one for one in found if isinstance(one, torch.Tensor) and one.is_leaf and id(one) not in own]
             self._watch({one: f"parameter of the shape {list(one.shape)}" for one in leaves})
 
     def _watch(self, named: Mapping[torch.Tensor, str]) -> None:
@@ -269,20 +270,6 @@ def search(loss: torch.Tensor) -> None:
     """Let the guard of the present turn find the parameters outside of its module of which a loss is computed."""
     if _guard.now is not None:
         _guard.now.search(loss)
-
-
-def _leaves_of(loss: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors without a history that get gradients from a loss."""
-    nodes = [loss.grad_fn]
-    seen = {None, *nodes}
-    while nodes:
-        node = nodes.pop()
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, torch.Tensor) and leaf.is_leaf:
-            yield leaf
-        new = {one for one, _ in getattr(node, "next_functions", ())} - seen
-        seen |= new
-        nodes += new
 
 
 def _marks(network: torch.nn.Module) -> dict[str, _Mark]:
