@@ -12,7 +12,6 @@ import numpy as np
 HELD = 2  # received messages that are kept for a lane; further ones wait in the network
 SMALL_BYTES = 1 << 17  # up to this size an array is copied at once, so that the sender need not wait
 _ROOM_LIMIT_S = 1.0  # interval at which a lane looks whether it was closed
-_NOTHING = np.empty(0, np.uint8)
 
 
 class Bell:
@@ -84,8 +83,8 @@ class Inbox:
         self._has_room.ring()
 
 
-class Fetched:
-    """An expected message on a lane that stays in gRPC's memory. Lanes keep their order, so poll earlier ones first.
+class _Expected:
+    """An expected message on a lane. Lanes keep their order, so poll earlier ones first.
 
     Args:
         inbox: Inbox of the lane.
@@ -94,14 +93,10 @@ class Fetched:
         complain: Function to call with the reason if the message does not fit.
     """
 
-    __slots__ = ("_complain", "_inbox", "_least", "_most", "message", "received")
+    __slots__ = ("_complain", "_inbox", "_least", "_most", "received")
 
     def __init__(self, inbox: Inbox, least: int, most: int, complain: Callable[[str], None]) -> None:
-        self._inbox = inbox
-        self._least = least
-        self._most = most
-        self._complain = complain
-        self.message: np.ndarray = _NOTHING
+        self._inbox, self._least, self._most, self._complain = inbox, least, most, complain
         self.received: int | None = None
 
     def done(self) -> bool:
@@ -115,41 +110,34 @@ class Fetched:
             at_most = "" if self._least == self._most else " at most"
             self._complain(f"it sent {len(message)} bytes, but {self._most}{at_most} were expected")
             return False
-        self.message = np.frombuffer(message, np.uint8)
+        self._keep(np.frombuffer(message, np.uint8))
         self.received = len(message)
         return True
 
+    def _keep(self, message: np.ndarray) -> None:
+        raise NotImplementedError
 
-class Received:
-    """An expected message on a lane that is copied to the beginning of `into`.
 
-    Args:
-        inbox: Inbox of the lane.
-        into: Memory for the message.
-        complain: Function to call with the reason if the message does not fit.
-    """
+class Fetched(_Expected):
+    """An expected message that stays in gRPC's memory, as `message`."""
 
-    __slots__ = ("_complain", "_inbox", "_into", "received")
+    __slots__ = ("message",)
+
+    def _keep(self, message: np.ndarray) -> None:
+        self.message = message
+
+
+class Received(_Expected):
+    """An expected message that is copied to the beginning of `into`."""
+
+    __slots__ = ("_into",)
 
     def __init__(self, inbox: Inbox, into: np.ndarray, complain: Callable[[str], None]) -> None:
-        self._inbox = inbox
+        super().__init__(inbox, 0, into.size, complain)
         self._into = into
-        self._complain = complain
-        self.received: int | None = None
 
-    def done(self) -> bool:
-        """Return whether the message is in `into`."""
-        if self.received is not None:
-            return True
-        message = self._inbox.take()
-        if message is None:
-            return False
-        if len(message) > self._into.size:
-            self._complain(f"it sent {len(message)} bytes, but {self._into.size} at most were expected")
-            return False
-        self._into[: len(message)] = np.frombuffer(message, np.uint8)
-        self.received = len(message)
-        return True
+    def _keep(self, message: np.ndarray) -> None:
+        self._into[: message.size] = message
 
 
 class CopiedMessage:

@@ -11,6 +11,7 @@ from collectives.network.worker import Worker
 BEAT_S = 0.5  # interval of the beats that each worker sends to all others
 LOST_AFTER_S = 6.0  # a worker with a longer silence is lost if its address does not answer either
 FAILURES = 3  # number of attempts that must fail, because this worker may have been stopped itself
+_SILENCE_S = 2.0  # several times the interval of beats: the worker may be stopped or lost
 _ANSWER_LIMIT_S = 1.0
 _LONGEST_PAUSE_S = 2.0  # between two attempts; after a longer one this worker was stopped itself
 
@@ -36,7 +37,7 @@ class PeerWatch:
         while not self._node.clock.wait(self._node.is_leaving, BEAT_S):
             for peer in self._node.peers.values():
                 is_there = peer.endpoint is not None and not (peer.has_left or peer.is_lost)
-                if peer.is_silent and is_there and peer.is_being_probed.acquire(blocking=False):
+                if peer.silent_s > _SILENCE_S and is_there and peer.is_being_probed.acquire(blocking=False):
                     self._start_probe(peer)
 
     def _start_probe(self, peer: Peer) -> None:

@@ -46,7 +46,7 @@ class Meeting:
         """
         for peer in self._node.peers.values():
             name = f"collectives-call-{peer.rank}"
-            threading.Thread(target=self._call, args=(peer,), name=name, daemon=True).start()
+            threading.Thread(target=self.call, args=(peer, False), name=name, daemon=True).start()
         try:
             self._await_all()
         except PeerRefusedError:
@@ -74,21 +74,22 @@ class Meeting:
                 pause_s = max(0.01, min(next_news, started + limit_s) - now)
                 node.clock.wait_for(node.changed, self._is_decided, pause_s)
             node.is_met = True
+            for peer in node.peers.values():
+                if peer.is_here and not peer.is_connected:  # it waits to join as well
+                    node.call(peer)
 
     def _is_decided(self) -> bool:
         return self._refusal is not None or all(peer.is_connected for peer in self._node.awaited)
 
-    def call_back(self, peer: Peer) -> None:
-        """Call a worker that was started again and has said hello, until it answers or is gone."""
-        while not (peer.has_welcomed or peer.is_lost or self._node.is_leaving.is_set()):
-            self._try_once(peer)
-            self._node.clock.wait(self._over, _PAUSE_S)
-
-    def _call(self, peer: Peer) -> None:
-        while not self._over.is_set():
-            if not peer.has_welcomed:
-                self._try_once(peer)
-            self._node.clock.wait(self._over, _PAUSE_S)
+    def call(self, peer: Peer, once: bool = True) -> None:
+        """Call a worker until the meeting is over, or `once`: until it answers or is gone."""
+        with peer.is_being_called:  # a second connection would end the first one
+            while not (self._over.is_set() or peer.is_lost or self._node.is_leaving.is_set()):
+                if not peer.has_welcomed:
+                    self._try_once(peer)
+                elif once:
+                    break
+                self._node.clock.wait(self._over, _PAUSE_S)
 
     def _try_once(self, peer: Peer) -> None:
         certificates = self._node.security.certificates

@@ -301,10 +301,9 @@ class Node(Worker):
             with self.changed:
                 peer.is_here = peer.claim.is_held_by(incarnation)
                 peer.hear()
+                if self.is_met:
+                    self.call(peer)
                 self.changed.notify_all()
-            if self.is_met:
-                caller = threading.Thread(target=Meeting(self).call_back, args=(peer,), daemon=True)
-                caller.start()
             for beat in beats:
                 if not peer.claim.is_held_by(incarnation):
                     break  # the process was sent away
@@ -367,17 +366,24 @@ class Node(Worker):
             self.lose(peer, f"its connection broke ({foreign(call.details() or '')})")
 
     @override
+    def call(self, peer: Peer) -> None:
+        peer = self._renewed(peer) if peer.is_lost else peer
+        threading.Thread(target=Meeting(self).call, args=(peer,), daemon=True).start()
+
+    @override
     def seat(self, rank: int) -> Peer:
         peer = self.peers[rank]
         if self.recovery is None or not (self.is_met and peer.is_lost):
             return peer
         if not self.recovery.is_free(rank):
             raise Refusal(f"the others have not gone on without {peer.name} yet", is_final=False)
-        if (other := self.recovery.joiner) is not None and other.rank != rank:
-            raise Refusal(f"{other.name} joins just now; one worker joins at a time", is_final=False)
-        self.peers[rank] = Peer(rank, peer.name, peer.address, self.clock)
-        self.losses = {other: why for other, why in self.losses.items() if other != rank}
-        return self.peers[rank]
+        return self._renewed(peer)
+
+    def _renewed(self, lost: Peer) -> Peer:
+        """Forget a lost worker, in whose place another process comes."""
+        self.peers[lost.rank] = Peer(lost.rank, lost.name, lost.address, self.clock)
+        self.losses = {rank: why for rank, why in self.losses.items() if rank != lost.rank}
+        return self.peers[lost.rank]
 
     @property
     @override

@@ -16,8 +16,6 @@ from collectives.network.identity import Runner
 from collectives.network.lanes import Outbox
 from collectives.point_to_point.link import Link
 
-SILENCE_S = 2.0  # several times the interval of beats
-
 
 @dataclass
 class Peer:
@@ -73,6 +71,7 @@ class Peer:
     has_finished: bool = False
     is_lost: bool = False
     is_being_probed: threading.Lock = field(default_factory=threading.Lock)
+    is_being_called: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.hear()
@@ -80,11 +79,6 @@ class Peer:
     def hear(self) -> None:
         """Note a sign of the worker."""
         self.heard_at = self.clock.now_s()
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether the last sign is so old that the worker may be stopped or lost."""
-        return self.silent_s > SILENCE_S
 
     @property
     def silent_s(self) -> float:

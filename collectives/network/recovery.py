@@ -39,6 +39,7 @@ class Recovery:
         self.has_read = 0
         self._joining: dict[int, int] = {}  # for each worker that is about to join, its first membership
         self._reported: set[int] = set()
+        self._brought_up: Peer | None = None
 
     def beat(self) -> bytes:
         """Return the next beat to the other workers: the view of a member, or the progress of one that may join."""
@@ -61,16 +62,21 @@ class Recovery:
     def is_free(self, rank: int) -> bool:
         """Return whether the members have gone on without this worker, so that it may be started again."""
         view = self.agreement.view
-        return self.agreement.is_member and rank not in view.members | view.next_members
+        return rank not in view.members | view.next_members
 
     @property
     def joiner(self) -> Peer | None:
-        """The worker that was started again and waits to join, if this worker is the one that brings it up."""
-        agreement, peers = self.agreement, self._node.peers
+        """The worker that was started again and joins next, if this worker is the one that brings it up.
+
+        Others that were started again wait until it has joined or is gone.
+        """
+        agreement, peers = self.agreement, self._node.peers.values()
         if not agreement.is_member or self._node.rank != agreement.view.leader:
             return None
-        there = [each for each in peers.values() if each.is_connected and not each.is_lost]
-        return next((each for each in there if self.is_free(each.rank)), None)
+        waiting = [each for each in peers if each.is_connected and not each.is_lost and self.is_free(each.rank)]
+        if self._brought_up not in waiting:
+            self._brought_up = next(iter(waiting), None)
+        return self._brought_up
 
     def be_invited(self, beat: bytes) -> None:
         """Wait to join workers that work already; the caller holds the lock.
@@ -107,6 +113,9 @@ class Recovery:
                 if other.is_lost and other.rank in agreement.view.alive:  # it joins, and was lost here before
                     self.lose(other, "its connection broke")
             has_changed = (agreement.view, agreement.excluded) != before
+            if node.is_met and not agreement.is_member:
+                for rank in agreement.view.members - before[0].members:  # they have joined since it met the others
+                    node.call(node.peers[rank])
         if has_changed:
             node.tell_change()
 

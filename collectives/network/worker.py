@@ -84,6 +84,10 @@ class Worker(ABC):
         """Open the control stream to another worker, which sends beats from now on."""
 
     @abstractmethod
+    def call(self, peer: Peer) -> None:
+        """Call another worker after this one has met the others, in a thread, until it answers or is gone."""
+
+    @abstractmethod
     def seat(self, rank: int) -> Peer:
         """Return the other worker with this rank; a new one if its process was lost and has been started again.
 

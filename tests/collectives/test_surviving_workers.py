@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -467,6 +468,28 @@ def test_the_second_of_two_lost_workers_may_join_alone() -> None:
         assert is_waiting(again)
         assert link_with_joiner(first).members == [0, 3]
         for each in (first, *others, again):
+            each.abandon()
+
+
+def test_two_lost_workers_that_wait_together_join_one_after_another() -> None:
+    """The second one is brought up when the first one has joined, and meets it then at the latest."""
+    with socket_addresses(4) as addresses:
+        group, pool = WorkerThreads(addresses), DaemonThreads()
+        members = survivors_of(group, lost=[1, 3])
+        later = group.connect(3, shrinks=True)
+        assert link_with_joiner(members[0]).members == [0, 3]
+        for rank, again in ((3, later), (1, group.connect(1, shrinks=True))):
+            assert link_with_joiner(members[0]).members == [0, rank]
+            may_join(again, ENTRIES)
+            give_up = time.monotonic() + LIMIT_S
+            while not is_revoked(members[0]):
+                assert time.monotonic() < give_up, "it is not ready to join"
+                let_join(members[0], ENTRIES)
+                time.sleep(0.01)
+            joined = [pool.submit(go_on, each) for each in (*members, again)]
+            members = [each.result(LIMIT_S) for each in joined]
+        assert sorted(each.size for each in members) == [4] * 4
+        for each in members:
             each.abandon()
 
 
