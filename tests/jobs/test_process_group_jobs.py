@@ -273,7 +273,7 @@ for step in range(3):
     try:
         model(torch.ones(2, 4)).sum().backward()
     except RuntimeError as error:
-        assert step == 2
+        assert step == 2, (step, error)
         print(str(error).split(": ")[1], flush=True)
         os._exit(3)
 """
@@ -287,7 +287,7 @@ def test_a_lost_rank_raises_on_the_others(tmp_path, how, limit_s, error):
     found = [workers[rank].finish() for rank in (0, 2)]
     workers[1].process.send_signal(signal.SIGKILL)
     workers[1].finish()
-    assert [one.status for one in found] == [3, 3], found[0].stderr
+    assert [one.status for one in found] == [3, 3], [one.stderr for one in found]
     names = {one.stdout.split()[-1] for one in found}
     assert names <= {error} if error else names <= {"CollectiveTimeoutError", "PeerLostError"}
 

@@ -232,6 +232,13 @@ IN_COLLECTIVES = (
         caught_by="tests/collectives/test_surviving_workers.py::test_no_worker_is_started_again_before_the_others_have_gone_on_without_it",
     ),
     Fault(
+        name="a worker that is started again takes the place of the one that is brought up",
+        path="collectives/network/recovery.py",
+        old="if self._brought_up not in waiting:",
+        new="if True:",
+        caught_by="tests/collectives/test_surviving_workers.py::test_two_lost_workers_that_wait_together_join_one_after_another",
+    ),
+    Fault(
         name="a worker that is started again stops the others before it has read all results",
         path="collectives/network/recovery.py",
         old="joiner is not None and joiner.has_read >= entries",
