@@ -486,9 +486,10 @@ def test_two_lost_workers_that_wait_together_join_one_after_another() -> None:
                 assert time.monotonic() < give_up, "it is not ready to join"
                 let_join(members[0], ENTRIES)
                 time.sleep(0.01)
-            joined = [pool.submit(go_on, each) for each in (*members, again)]
-            members = [each.result(LIMIT_S) for each in joined]
-        assert sorted(each.size for each in members) == [4] * 4
+            left = [pool.submit(go_on, each) for each in members]
+            until_joined(again)
+            members = [*(each.result(LIMIT_S) for each in left), go_on(again)]
+        assert [each.size for each in members] == [4] * 4
         for each in members:
             each.abandon()
 
