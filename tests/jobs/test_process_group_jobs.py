@@ -273,7 +273,7 @@ for step in range(3):
     try:
         model(torch.ones(2, 4)).sum().backward()
     except RuntimeError as error:
-        assert step == 2, (step, error)
+        assert step >= 1, error  # messages of the step before, which the lost rank had completed, may be lost with it
         print(str(error).split(": ")[1], flush=True)
         os._exit(3)
 """
