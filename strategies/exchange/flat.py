@@ -42,6 +42,11 @@ def not_made(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
+def op_of(dtype: np.dtype) -> str:
+    """Return the reduction over replicas: "sum" of integers, which no gradient has, and "mean" of other numbers."""
+    return "sum" if dtype.kind in "iu" else "mean"
+
+
 @dataclass(frozen=True)
 class Buffer:
     """A flat buffer.

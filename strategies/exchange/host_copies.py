@@ -29,7 +29,7 @@ from collectives.mapped import Region
 from collectives.reduction import Reduction
 from collectives.shared_memory.host_regions import HostMemory, HostRegion
 from collectives.shared_memory.reduction import slice_bounds
-from strategies.exchange.flat import Buffer
+from strategies.exchange.flat import Buffer, op_of
 from strategies.exchange.window_path import locked, share_windows
 
 _ALIGNMENT_BYTES = 256
@@ -119,7 +119,7 @@ class HostSums:
 
     def _add(self, number: int, result: np.ndarray, piece: slice) -> None:
         sources = [one[piece] for one in self._all[number]]
-        Reduction("mean", result.dtype).reduce(sources, result[piece], self._replicas)
+        Reduction(op_of(result.dtype), result.dtype).reduce(sources, result[piece], self._replicas)
 
 
 def _memory_of(region: Region) -> np.ndarray:

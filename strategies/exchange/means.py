@@ -1,4 +1,4 @@
-"""The means over all replicas of all instances, bucket by bucket, in the order of the tree."""
+"""The means over all replicas of all instances, bucket by bucket, in the order of the tree; integers are added."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from collectives import Communicator
-from strategies.exchange.flat import FlatLayout, private_memory
+from strategies.exchange.flat import FlatLayout, op_of, private_memory
 from strategies.exchange.host_copies import PendingCopies
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
@@ -87,17 +87,12 @@ class Bucket:
 
     @cached_property
     def is_one_group(self) -> bool:
-        """Whether all buffers travel whole, so that a step chooses none of them."""
-        return len(self.whole) == len(self.results)
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """The names of the collectives of `whole`."""
-        return tuple(self.whole.values())
+        """Whether all buffers travel whole and have means, so that a step chooses none of them."""
+        return len(self.whole) == len(self.results) and all(op_of(one.dtype) == "mean" for one in self.results)
 
 
 class Means:
-    """The means of buckets, computed by all instances together.
+    """The means of buckets, and the sums of integers, computed by all instances together.
 
     Args:
         communicator: Communicator of the instances.
@@ -114,7 +109,8 @@ class Means:
             contributions: Contributions of the local replicas to each buffer, in order of the replicas.
         """
         if bucket.is_one_group and not isinstance(contributions, PendingCopies):
-            self._reduce_group(contributions, bucket.results, bucket.names)
+            names = tuple(bucket.whole.values())
+            self._communicator.grouped_ordered_all_reduce(contributions, bucket.results, "mean", names=names)
             return
         for number, name in bucket.in_parts.items():
             self._communicator.ordered_reduce_scatter(contributions[number], bucket.results[number], "mean", name=name)
@@ -150,13 +146,11 @@ class Means:
         results: Sequence[np.ndarray],
     ) -> None:
         """Write the means of some whole buffers into `results`, which has an array for each buffer. Collective."""
-        self._reduce_group(
-            [contributions[number] for number in numbers],
-            [results[number] for number in numbers],
-            [bucket.whole[number] for number in numbers],
-        )
-
-    def _reduce_group(
-        self, contributions: Sequence[Sequence[np.ndarray]], results: Sequence[np.ndarray], names: Sequence[str]
-    ) -> None:
-        self._communicator.grouped_ordered_all_reduce(contributions, results, "mean", names=names)
+        for op in ("mean", "sum"):
+            if group := [number for number in numbers if op_of(results[number].dtype) == op]:
+                self._communicator.grouped_ordered_all_reduce(
+                    [contributions[number] for number in group],
+                    [results[number] for number in group],
+                    op,
+                    names=[bucket.whole[number] for number in group],
+                )

@@ -261,9 +261,11 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
 
     def _kept(self, step: PreparedStep, state: TrainState) -> Tree:
         """Return the new model state. Collective if some of its leaves are replica 0's."""
-        result = step.program.rule.put_means(state.model_state, step.gradients.means[step.program.num_gradients :])
+        means = step.gradients.means[step.program.num_gradients :]
+        result = step.program.rule.put_means(state.model_state, means, np)
         if result[MEAN]:
-            result = {**result, MEAN: jax.device_put(result[MEAN], self._replicas.variables_device)}
+            copies = [mean.copy() for mean in result[MEAN]]  # the next step overwrites the means
+            result = {**result, MEAN: jax.device_put(copies, self._replicas.variables_device)}
         return model_state_after(
             step.program, self._replicas, state.model_state, step.gradients.kept(), result, _joined
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.core.metrics import UnreadArray
-from strategies.jax.gradients.model_state import ALIKE, FIRST, MEAN, STEP, SUM
+from strategies.jax.gradients.model_state import ALIKE, FIRST, STEP
 from strategies.jax.gradients.replica_program import ReplicaProgram
 from strategies.jax.on_device.step import DeviceStep
 from strategies.jax.preparation import PreparedStep, StepPrograms, control_of
@@ -213,15 +213,9 @@ class FusedSteps:
         count, end = program.num_gradients, len(program.results)
         means = jax.tree.unflatten(jax.tree.structure(trained), others[:count])
         kept = program.unpack_kept(others[end:])
-        new = {**self._put_means(model_state, others[count:end]), FIRST: kept[FIRST], ALIKE: kept[ALIKE]}
+        new = {**rule.put_means(model_state, others[count:end], jnp), FIRST: kept[FIRST], ALIKE: kept[ALIKE]}
         *learned, _ = self._update.traced(trained, optimizer_state, means, program.places.with_means(control, tail))
         return tuple(learned), rule.put(model_state, new), results
-
-    def _put_means(self, model_state: Tree, means: Sequence[jax.Array]) -> Mapping[str, Sequence[jax.Array]]:
-        """Return the new leaves of a model state that are means or sums over replicas; here there is one replica."""
-        averaged = self._program.rule.reductions.count(MEAN)
-        pairs = zip(self._program.rule.pick(model_state, SUM), means[averaged:], strict=True)
-        return {MEAN: means[:averaged], SUM: [old + mean for old, mean in pairs]}
 
     # ---- for comparison
 
@@ -233,8 +227,7 @@ class FusedSteps:
         if len(batches) == 1:
             *before, _, index, control = self._arguments(state, batches)
             return _numbers(jit(self._step)(*before, batches[0], index, control)[-1])
-        found = jit(self._gradients_in_loop)(state.variables, tuple(batches), np.int32(0), control_of(state))
-        return list(found)
+        return list(jit(self._gradients_in_loop)(state.variables, tuple(batches), np.int32(0), control_of(state)))
 
     def _gradients_in_loop(
         self, variables: Variables, batches: Sequence[Batch], index: jax.Array, control: jax.Array

@@ -406,6 +406,30 @@ def test_equal_values_advance_and_constants_stay(on_instances):
     assert on_instances(2, REPLICAS, function) == [([7, 2], [1, 1, 1])] * 2
 
 
+NARROW = {"int8": np.int8(-100), "int16": np.int16(20_000), "int32": np.int32(-(2**30)), "float16": np.float16(40_000)}
+"""Values of one replica, which fit into the dtype, but not if they are multiplied by the number of replicas."""
+
+
+def lonely_loss_fn(variables, batch, key, model_state):
+    """Compute a loss; the replica whose rows begin with 1 adds to the sums, the others add nothing."""
+    is_first = batch["x"][0, 0] == 1
+    after = {name: leaf + jnp.where(is_first, NARROW[name], 0).astype(leaf.dtype) for name, leaf in model_state.items()}
+    return strategies.Outcome((batch["x"] @ variables["w"]).mean(), model_state=after)
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_sums_that_fit_into_their_dtype_are_exact(on_instances, instances):
+    def function(strategy):
+        trainer = strategies.Trainer(strategy, lonely_loss_fn, optax.sgd(0.1), model_state_aggregation="sum")
+        state = trainer.init(VARIABLES, {name: np.zeros((), value.dtype) for name, value in NARROW.items()})
+        rows = np.zeros((len(strategy.local_replicas), 3), np.float32)
+        rows[:, 0] = [replica == REPLICAS - 1 for replica in strategy.local_replicas]
+        state, _ = trainer.step(state, {"x": rows})
+        return {name: np.asarray(leaf) for name, leaf in state.model_state.items()}
+
+    assert on_instances(instances, REPLICAS, function) == [NARROW] * instances
+
+
 def test_a_sum_of_values_that_are_no_numbers_is_refused():
     with pytest.raises(ValueError, match=r"'sum' for leaf \['flag'\], which is bool"):
         ModelStateRule.of({"flag": np.bool_(True)}, "sum")

@@ -74,7 +74,7 @@ def test_a_prepared_step_makes_no_plan_and_reads_the_same_memory(on_instances):
             state, _ = trainer.step(state, {"x": jnp.ones((4, 3), jnp.float32)})
             (step,) = trainer._programs._steps.values()
             [bucket] = step.gradients.buckets
-            seen.append([id(step), id(bucket.names), *(id(mean) for mean in jax.tree.leaves(step.update_means))])
+            seen.append([id(step), id(bucket.whole), *(id(mean) for mean in jax.tree.leaves(step.update_means))])
         return seen
 
     for seen in on_instances(2, 2, kept):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax.tree_util import keystr
 from jax.typing import ArrayLike
 
 from strategies.core.options import GradientAccumulationReductionMethod, weighted_means
+from strategies.exchange.flat import op_of
 from strategies.jax.programs.feed_program import current_program
 from strategies.jax.programs.xla_pitfalls import with_rounded_products
 from strategies.jax.replicas.devices import is_key
@@ -94,33 +96,37 @@ class ModelStateRule:
             self.structure, [next(others[reduction]) if reduction in others else leaf for leaf, reduction in pairs]
         )
 
-    def travelling(self, model_state: Tree) -> list[Tree]:
-        """Return the leaves to be reduced: those with "mean", then those with "sum"."""
-        return [*self.pick(model_state, MEAN), *self.pick(model_state, SUM)]
+    def travelling(self, model_state: Tree) -> list[jax.ShapeDtypeStruct]:
+        """Return the shapes and dtypes of `sent`: of the leaves with "mean", then of those with "sum"."""
+        sent: list[jax.ShapeDtypeStruct] = jax.eval_shape(lambda given: self.sent(given, 1), model_state)
+        return sent
 
     def sent(self, model_state: Tree, replicas: int) -> list[Tree]:
         """Return the values that a replica sends for its averaged and added leaves; traceable.
 
-        A sum travels as the mean of values multiplied by the number of replicas. That is exact for whole numbers, and
-        for all numbers if the number of replicas is a power of two.
+        Integers are added. A sum of floating-point numbers travels as the mean of values multiplied by the number of
+        replicas, at least in float32. That is exact for all numbers if the number of replicas is a power of two.
 
         Args:
             model_state: Model state that the replica has made.
             replicas: Number of all replicas.
         """
-        sums = [leaf * jnp.asarray(replicas, leaf.dtype) for leaf in self.pick(model_state, SUM)]
+        sums = self.pick(model_state, SUM)
+        sums = [leaf if op_of(leaf.dtype) == "sum" else widened(leaf) * replicas for leaf in sums]
         return [*self.pick(model_state, MEAN), *sums]
 
-    def put_means(self, model_state: Tree, means: Sequence[np.ndarray]) -> Mapping[str, Sequence[Tree]]:
-        """Return the new leaves, given their means.
+    def put_means(self, model_state: Tree, means: Sequence[Leaf], library: ModuleType) -> Mapping[str, Sequence[Leaf]]:
+        """Return the new leaves with "mean" and "sum", given the results for all replicas.
 
         Args:
             model_state: Model state before the step.
-            means: Means of the values that replicas have sent; copied, because they may be overwritten later.
+            means: Means or sums of the values that replicas have sent. Leaves with "mean" are these arrays themselves.
+            library: NumPy, or JAX for arrays on a device or while it traces.
         """
         averaged = self.reductions.count(MEAN)
         pairs = zip(self.pick(model_state, SUM), means[averaged:], strict=True)
-        return {MEAN: [mean.copy() for mean in means[:averaged]], SUM: [np.asarray(old) + mean for old, mean in pairs]}
+        sums = [(library.asarray(old, mean.dtype) + mean).astype(old.dtype) for old, mean in pairs]
+        return {MEAN: means[:averaged], SUM: sums}
 
     def begun(self, model_state: Tree) -> Tree:
         """Return the model state at the start of a step: with zeros for the leaves that are added."""

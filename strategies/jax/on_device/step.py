@@ -20,7 +20,7 @@ from strategies.exchange.choice import DevicePath
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Bucket
 from strategies.jax.gradients.gradient_programs import JaxGradientPlan
-from strategies.jax.gradients.model_state import FIRST, LOSS_SCALE, MEAN, PER_REPLICA, SUM, control_words
+from strategies.jax.gradients.model_state import FIRST, LOSS_SCALE, PER_REPLICA, control_words
 from strategies.jax.gradients.replica_program import ReplicaProgram
 from strategies.jax.on_device.paths import JaxArithmetic
 from strategies.jax.programs.compilation import jit
@@ -457,13 +457,11 @@ class DevicePending:
         step, before = self.step, self.state.model_state
         if before is None:
             return None
-        rule, means, device = step.program.rule, step.flat.state_means(self.buffers), step.replicas.variables_device
-        averaged = rule.reductions.count(MEAN)
-        sums = [jnp.asarray(old) + mean for old, mean in zip(rule.pick(before, SUM), means[averaged:], strict=True)]
+        device = step.replicas.variables_device
+        result = step.program.rule.put_means(before, step.flat.state_means(self.buffers), jnp)
 
         def join(own: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
             return [_joined(leaves) for leaves in zip(*jax.device_put(own, device), strict=True)]
 
-        result = {MEAN: list(means[:averaged]), SUM: sums}
         after = model_state_after(step.program, step.replicas, before, self.kept, result, join)
         return chosen(self.is_finite, after, before)

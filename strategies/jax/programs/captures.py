@@ -401,7 +401,7 @@ class _CaptureSearch:
             self.generators.append((name, value))
         elif isinstance(value, dict | list | tuple | set | frozenset | deque):
             self._container(value, name)
-        elif _is_tensor(value):
+        elif type(value).__module__.split(".")[0] == "torch" and hasattr(value, "_version"):
             self._elements(name, functools.partial(getattr, value, "_version"), value)
         elif _is_of_keras(value):
             self._of_keras(value, name)
@@ -471,10 +471,6 @@ class _CaptureSearch:
 def _name_of_self(method: types.MethodType) -> str:
     names = method.__func__.__code__.co_varnames if isinstance(method.__func__, types.FunctionType) else ()
     return names[0] if names else "self"
-
-
-def _is_tensor(value: object) -> bool:
-    return type(value).__module__.split(".")[0] == "torch" and hasattr(value, "_version")
 
 
 def _is_of_keras(value: object) -> bool:
