@@ -22,7 +22,7 @@ ANY = {
     "strategies": 12,
     "strategies/checkpoints": 20,
     "strategies/compat": 26,
-    "strategies/data": 5,
+    "strategies/data": 4,
     "strategies/exchange": 2,
     "strategies/jax": 71,
     "strategies/keras": 14,

@@ -63,7 +63,7 @@ class DistributedDataset:
     For arrays and objects with `[i]`, every instance computes the same number of steps per epoch. For any other source,
     **taking a batch is a collective call**: the instances ask each other whether all of them have one. Without padding,
     an epoch ends on all instances, with a warning, as soon as one of them has no batch. With padding, it ends when none
-    of them has one.
+    of them has an element left.
 
     If reading fails, the error is raised at the batch it belongs to, and the position stays after the last batch
     yielded.
@@ -130,6 +130,7 @@ class DistributedDataset:
         self._example: Batch = None  # a batch without values, on a spare
         self._given = source
         self._source = open_source(source, self._layout, seed=seed, shuffle=shuffle)
+        self._source.is_endless = self.is_collective
         self._last: Batch = None
         self._earlier: list[Batch] = []  # the batches of the same step for earlier replicas
         self._is_read_again = is_read_again
@@ -406,11 +407,10 @@ class DistributedDataset:
         if not self.is_collective or self._communicator is None:
             return batches
 
-        def padding_after(last: Masked) -> Masked:
-            return Masked(last.values, self._place(np.zeros(last.mask.shape, bool)))
+        def has_rows(batch: Masked) -> bool:
+            return self._source.steps is not None or bool(np.asarray(batch.mask).any())
 
-        fill = padding_after if self.pads else None
-        return in_lockstep(batches, self._communicator, f"epoch {epoch}", start, fill)
+        return in_lockstep(batches, self._communicator, f"epoch {epoch}", start, has_rows if self.pads else None)
 
     def _moved(self, batch: Batch) -> Batch:
         """Return the batch on the devices."""

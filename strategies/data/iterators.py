@@ -87,27 +87,26 @@ def in_lockstep(
     communicator: Communicator,
     whole: str = "the data set",
     start: int = 0,
-    fill: Callable[[T], T] | None = None,
+    has_rows: Callable[[T], bool] | None = None,
 ) -> Generator[T, None, None]:
     """Yield batches as long as every instance has one.
 
     Taking a batch is a collective call, made in the caller's thread. The instances tell each other whether they have
     another batch, and all wait for the slowest. If one instance has no batch, all end, and a warning names the
-    instance. With `fill`, that instance goes on with padding until no instance has a batch.
+    instance. With `has_rows`, instances go on with batches of padding until no instance has rows.
 
     Args:
         batches: Batches of this instance.
         communicator: Connection of the instances; its ranks are their indices.
         whole: Description of the data for messages, the same on all instances.
         start: Number of steps that are over already, the same on all instances.
-        fill: Function that makes a batch of padding from the last batch; None without padding.
+        has_rows: Function that returns whether a batch has more than padding; None without padding.
 
     Raises:
-        ValueError: On all instances, with `fill`, if an instance has no batch at all to repeat.
+        ValueError: On all instances, with `has_rows`, if an instance has no batch where another one has rows.
         LayoutMismatchError: On all instances, if they are at different steps, or one makes another collective call.
         StrategyError: In a thread that reads ahead, whose calls would come in a different order on each instance.
     """
-    last: Any = _ENDED
     for step in count(start):
         if _is_reading_ahead.get():
             raise StrategyError(
@@ -116,20 +115,21 @@ def in_lockstep(
                 "unchanged result of distribute_datasets_from_function"
             )
         batch = next(batches, _ENDED)
-        mine = np.array(batch is not _ENDED)
-        all_of_them = communicator.all_gather(mine, name=f"whether there is a batch {step} of {whole}")
-        if fill is None and not all_of_them.all():
-            _warn_of_what_is_left(all_of_them, whole, step)
+        is_there = batch is not _ENDED
+        mine = np.array([is_there, is_there and (has_rows is None or has_rows(batch))])
+        are_there, have_rows = communicator.all_gather(mine, name=f"whether there is a batch {step} of {whole}").T
+        if not have_rows.any():
             return
-        if not all_of_them.any():
+        if has_rows is None and not are_there.all():
+            _warn_of_what_is_left(are_there, whole, step)
             return
-        if fill is not None and step == start and not all_of_them.all():
+        if not are_there.all():
             raise ValueError(
-                f"{_named(np.flatnonzero(~all_of_them).tolist())} of {communicator.size} can read nothing from step "
-                f"{step} of {whole} on, but padding repeats elements; give each of them at least one element"
+                f"{_named(np.flatnonzero(~are_there).tolist())} of {communicator.size} can read nothing at step {step} "
+                f"of {whole}, where others can, but padding repeats elements; give each replica at least one element, "
+                "and all instances the same len()"
             )
-        last = fill(last) if fill is not None and batch is _ENDED else batch
-        yield last
+        yield batch
 
 
 class Lockstep(Generic[T]):
@@ -151,8 +151,6 @@ class Lockstep(Generic[T]):
 
 
 def _warn_of_what_is_left(has_batch: np.ndarray, whole: str, steps: int) -> None:
-    if not has_batch.any():
-        return
     logger.warning(
         "%s ran out of data after %d steps of %s: all instances end it there, and the rest on %s is not used; "
         "give all instances the same number of batches",

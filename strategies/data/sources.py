@@ -50,6 +50,8 @@ class DataSource(ABC):
         runs_code: Whether reading runs code of the program. The first batch, taken while no other thread draws, shows
             whether that code draws random numbers from the global generators.
         draws: Whether it does, so that no batch may be read ahead.
+        is_endless: Whether padding goes on after the last element if the number of steps is unknown, because other
+            instances may have more elements; the reader sets it.
     """
 
     is_random_access: ClassVar[bool] = False
@@ -57,6 +59,7 @@ class DataSource(ABC):
     steps: int | None
     runs_code: bool = False
     draws: bool = False
+    is_endless: bool = False
 
     @abstractmethod
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
@@ -303,7 +306,7 @@ class SequentialSource(DataSource):
 
     def _can_fill(self, taken: list[ElementRound], latest: ElementRound | None, step: int) -> bool:
         """Return True to pad an incomplete batch, and False if the epoch is over."""
-        if self.layout.pads and latest is not None and (taken or self.steps is not None):
+        if self.layout.pads and latest is not None and (taken or self.steps is not None or self.is_endless):
             return True
         if self.steps is None:
             return False

@@ -219,9 +219,9 @@ IN_STRATEGIES = (
     ),
     Fault(
         name="padding ends with the first exhausted instance",
-        path="strategies/data/datasets.py",
-        old="fill = padding_after if self.pads else None",
-        new="fill = None",
+        path="strategies/data/iterators.py",
+        old="if not have_rows.any():",
+        new="if not have_rows.all():",
         caught_by="tests/strategies/test_lockstep.py::TestPadding::test_every_element_of_shards_of_unknown_lengths_counts_once",
     ),
     Fault(

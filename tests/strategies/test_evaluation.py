@@ -594,7 +594,7 @@ class TestRefusedDataSets:
     def test_data_sets_without_elements_for_padding(self, on_instances):
         def program(strategy):
             source = PerReplica([Unsized(listed(rows_of(4)) if strategy.is_chief else [])])
-            with pytest.raises(ValueError, match="instance 1 of 2 can read nothing from step 0 of epoch 0 on"):
+            with pytest.raises(ValueError, match="instance 1 of 2 can read nothing at step 0 of epoch 0"):
                 evaluated(strategy, source)
 
         on_instances(2, 2, program)

@@ -1,6 +1,7 @@
 """Instances with different amounts of data: they end at the same step, with a message and no deadlock."""
 
 import logging
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +24,13 @@ class UnsizedShards:
 
     def shard(self, n, i):
         return Unsized([i] * (4 + 3 * i))
+
+
+class CountedShards(UnsizedShards):
+    """The same with elements that differ."""
+
+    def shard(self, n, i):
+        return Unsized([100 * i + number for number in range(4 + 3 * i)])
 
 
 def warnings_of(caplog):
@@ -188,11 +196,28 @@ class TestPadding:
         assert {steps for _, steps in found} == {7}
         assert warnings_of(caplog) == []
 
+    @pytest.mark.parametrize("start", [0, 3, 7])
+    def test_padding_does_not_depend_on_the_instances(self, on_instances, start):
+        """The rows of each replica are the same, also from a step on at which some instances have only padding."""
+
+        def program(strategy):
+            dataset = strategy.distribute_dataset(CountedShards(), batch_size=2, remainder="pad")
+            dataset.restore(replace(dataset.position(), step=start))
+            batches = [(np.asarray(batch.values), np.asarray(batch.mask)) for batch in dataset.epoch(0)]
+            split = [[np.split(each, len(strategy.local_replicas)) for each in batch] for batch in batches]
+            return [[(v.tolist(), m.tolist()) for v, m in zip(values, masks, strict=True)] for values, masks in split]
+
+        (whole,) = on_instances(1, 4, program)
+        assert len(whole) == 7 - start
+        for instances in (2, 4):
+            by_instance = on_instances(instances, 4, program)
+            assert [sum(of_step, []) for of_step in zip(*by_instance, strict=True)] == whole
+
     def test_an_instance_with_nothing_to_repeat_is_an_error_on_all(self, on_instances):
         def program(strategy):
             source = PerReplica([Unsized([1, 2] if strategy.is_chief else [])])
             dataset = strategy.distribute_dataset(source, batch_size=2, remainder="pad")
-            with pytest.raises(ValueError, match="instance 1 of 2 can read nothing from step 0 of epoch 0 on, but pad"):
+            with pytest.raises(ValueError, match="instance 1 of 2 can read nothing at step 0 of epoch 0, where others"):
                 next(dataset.epoch(0))
 
         on_instances(2, 2, program)
