@@ -421,7 +421,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
     def rehearse(self, state: TrainState, batch: Batch) -> None:
         state = self.share(state, 0)  # places arrays as `hand_over` does, for which the update is compiled
         try:
-            if self._programs.is_independent(state, batch):
+            if self._programs.prepare(state, batch).program.is_independent:
                 jax.block_until_ready(self._completed(self.begin(state, batch, False), state.loss_scale))
         finally:
             self._programs.rest()

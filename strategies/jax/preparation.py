@@ -40,7 +40,7 @@ from strategies.jax.replicas.replicas import Replicas
 from strategies.jax.replicas.sharding import unchanging
 from strategies.jax.updates.optimizers import AnyOptimizer
 from strategies.jax.updates.update import VariableUpdate, in_place, update_for
-from strategies.typing import Batch, Function, Gradients, Leaf, LossFunction, OptimizerState, Tree, Variables
+from strategies.typing import Batch, Function, Gradients, Leaf, LossFunction, Tree, Variables
 from strategies.values import TrainState
 
 logger = logging.getLogger("strategies.jax")
@@ -86,12 +86,6 @@ class _Latest:
     structure: jax.tree_util.PyTreeDef
     avals: Sequence[object] | None
     step: PreparedStep | DeviceStep
-
-    @classmethod
-    def of(cls, structure: jax.tree_util.PyTreeDef, leaves: Sequence[Leaf], step: PreparedStep | DeviceStep) -> _Latest:
-        """Return the latest step, given the leaves that it was made with."""
-        avals = [leaf.aval for leaf in leaves] if all(isinstance(leaf, jax.Array) for leaf in leaves) else None
-        return cls(structure, avals, step)
 
     def fits(self, structure: jax.tree_util.PyTreeDef, leaves: Sequence[Leaf]) -> bool:
         """Return whether leaves of this structure have the same shapes and dtypes."""
@@ -141,7 +135,7 @@ class StepPrograms:
         self._path: DevicePath | None = None  # made before the first step that stays on the device
         self._closing: Callable[[], object] = lambda: None  # closes the path
         self._is_on_device = False
-        self._claim_replicas()
+        self.rest()
 
     def _close_path(self) -> None:
         self._closing()
@@ -162,8 +156,11 @@ class StepPrograms:
         closing.atexit = False
         self._closing = closing
 
-    def _claim_replicas(self) -> None:
-        """Start again with the replicas that this instance drives now."""
+    def rest(self) -> None:
+        """Free the memory of all steps, and start again with the replicas that this instance drives now.
+
+        The next step is prepared again, with the programs that are compiled.
+        """
         self._devices = self._replicas.devices
         self._close_path()
         self._is_on_device = self._replicas.exchange.is_on_device
@@ -193,8 +190,7 @@ class StepPrograms:
             control: Control words, see `control_words`.
         """
         own, shared = self._divided(state.model_state)
-        kept = self._devices.parts(own)
-        parts = zip(self._devices.parts(batch), self._indices, kept, strict=True)
+        parts = zip(self._devices.parts(batch), self._indices, self._devices.parts(own), strict=True)
         return state.variables, [(rows, index, control, of_one) for rows, index, of_one in parts], shared
 
     def _divided(self, model_state: Tree) -> tuple[list[Tree], Tree]:
@@ -239,34 +235,26 @@ class StepPrograms:
             TypeError: The batch has a leaf that is not an array.
         """
         if self._devices is not self._replicas.devices:  # an instance was lost outside of a step
-            self._claim_replicas()
+            self.rest()
         if self._repeated is not None:
             self._insist_on_same_program(self._repeated, state.step)
         self._replicas.sharding.check_batch(batch)
         leaves, structure = jax.tree_util.tree_flatten((state.variables, state.model_state, batch))
         latest = self._latest
         if latest is None or not latest.fits(structure, leaves):
-            latest = _Latest.of(structure, leaves, self._looked_up(state, batch))
-            self._latest = latest
+            avals = [leaf.aval for leaf in leaves] if all(isinstance(leaf, jax.Array) for leaf in leaves) else None
+            latest = self._latest = _Latest(structure, avals, self._looked_up(state, batch))
         return latest.step
-
-    def is_independent(self, state: TrainState, batch: Batch) -> bool:
-        """Return whether the step for this batch, prepared if its shapes are new, has no collectives of replicas."""
-        return self.prepare(state, batch).program.is_independent
-
-    def rest(self) -> None:
-        """Free the memory of all steps. The next step is prepared again, with the programs that are compiled."""
-        self._claim_replicas()
 
     def unchanging(self, state: TrainState) -> TrainState:
         """Return the state of the step that was prepared last, with copies of its NumPy arrays.
 
         The program may change its arrays as soon as the step returns, while JAX still reads them.
         """
-        if self._latest is not None and self._latest.avals is not None:  # all arrays are JAX's
-            return state
         parts = (state.variables, state.optimizer_state, state.model_state)
-        if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(parts)):
+        latest = self._latest  # with abstract values if the variables and the model state have arrays of JAX alone
+        unknown = parts if latest is None or latest.avals is None else state.optimizer_state
+        if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(unknown)):
             return state
         variables, optimizer_state, model_state = unchanging(parts)
         return replace(state, variables=variables, optimizer_state=optimizer_state, model_state=model_state)
@@ -288,8 +276,11 @@ class StepPrograms:
                 logger.info(reason)
             self._seen.append(shapes_of(batch))
             reads = CapturedValues(*self._functions)
-            found = self._steps[key] = self._prepared(state, batch)
-            self._repeated = self._repeated_trace(reads, state, batch)
+            shapes = self._shapes_of(state, batch)
+            plan = self._agreed_plan(state, batch, shapes)
+            found = self._of_device(plan, shapes) if plan.is_on_device else self._of_host(plan, shapes)
+            self._steps[key] = found
+            self._repeated = self._repeated_trace(reads, state, shapes, plan)
             reads.settle()
         return found
 
@@ -309,21 +300,21 @@ class StepPrograms:
         if self._is_compared:
             insist_on_agreement(self._replicas, [{"the loss function and the update, traced again,": lines}])
 
-    def _repeated_trace(self, reads: CapturedValues, state: TrainState, batch: Batch) -> RepeatedTrace:
-        """Return the check that the functions traced anew are the program for this batch."""
-        shapes, trained = self._shapes_of(state, batch), self.trained(shapes_of(state.variables))
-        plan = self._plans[key_of((shapes.variables, shapes.batch, shapes.model_state))]
-        optimizer_state, control = shapes_of(state.optimizer_state), control_of_update(plan.program, state)
+    def _repeated_trace(
+        self, reads: CapturedValues, state: TrainState, shapes: ReplicaShapes, plan: ReplicaPlan
+    ) -> RepeatedTrace:
+        """Return the check that the functions traced anew are the program for these shapes."""
+        state = TrainState(shapes.variables, shapes_of(state.optimizer_state), 0, None, None)
         programs: StepPrograms = weakref.proxy(self)  # device memory is freed with a Trainer, without a cycle
 
-        def lines(plan: ReplicaPlan, update: VariableUpdate) -> list[str]:
-            return [*plan.lines, *_lines_of(plan, update, trained, optimizer_state, control)]
+        def again() -> list[str]:
+            plan, trained = programs._plan(shapes), programs.trained(shapes.variables)
+            return [*plan.lines, *_lines_of(plan, programs._new_update(trained), state)]
 
         begun_s = time.perf_counter()
-        before = lines(plan, self.update_of(shapes.variables))
+        before = [*plan.lines, *_lines_of(plan, self.update_of(shapes.variables), state)]
         trace_s = self._trace_s + time.perf_counter() - begun_s
-        again = None if plan.program.has_feeds else lambda: lines(programs._plan(shapes), programs._new_update(trained))
-        return RepeatedTrace(reads, before, again, trace_s)
+        return RepeatedTrace(reads, before, None if plan.program.has_feeds else again, trace_s)
 
     def planned(self, state: TrainState, batch: Batch) -> ReplicaPlan:
         """Return a replica's computation, with programs that are not compiled yet. Not collective.
@@ -338,9 +329,9 @@ class StepPrograms:
         rows, model_state = jax.tree.map(self._devices.replica_shape, batch), state.model_state
         return ReplicaShapes(shapes_of(state.variables), rows, self._options.shapes_of_replica(model_state))
 
-    def _prepared(self, state: TrainState, batch: Batch) -> PreparedStep | DeviceStep:
+    def _agreed_plan(self, state: TrainState, batch: Batch, shapes: ReplicaShapes) -> ReplicaPlan:
+        """Return a replica's computation on which all instances agree, traced if its shapes are new. Collective."""
         self._open_path()
-        shapes = self._shapes_of(state, batch)
         key = key_of((shapes.variables, shapes.batch, shapes.model_state))
         plan = self._plans.get(key)
         if plan is None or (plan.is_on_device and not self._is_on_device):
@@ -350,7 +341,7 @@ class StepPrograms:
         self._agree(state, batch, shapes, plan)
         self._plans[key] = plan
         self._log_effective_batch(shapes.batch)
-        return self._of_device(plan, shapes) if plan.is_on_device else self._of_host(plan, shapes)
+        return plan
 
     def _of_device(self, plan: ReplicaPlan, shapes: ReplicaShapes) -> DeviceStep:
         assert isinstance(plan, JaxGradientPlan)
@@ -446,9 +437,7 @@ class StepPrograms:
         """Compare everything that decides the result between instances. Collective, once for each shape of a batch."""
         dataset = self._replicas.dataset_of(batch)
         if self._is_compared:
-            trained = plan.program.trainable.pick(state.variables)
-            control = control_of_update(plan.program, state)
-            lines = _lines_of(plan, self.update_of(state.variables), trained, state.optimizer_state, control)
+            lines = _lines_of(plan, self.update_of(state.variables), state)
             programs = {"the loss function": plan.lines, "the update": lines}
             options = {**self._options.terms, "step": state.step}
             terms = terms_of(options, dataset, shapes.batch, programs, state.optimizer_state)
@@ -465,21 +454,15 @@ class StepPrograms:
             return
         rows = leaves[0].shape[0]
         count, replicas = self._options.accumulation.count, self._replicas.num_replicas_in_sync
-        logger.info(
-            "effective batch %d = micro-batch %d x %d accumulated x %d replicas",
-            rows * replicas,
-            rows // count,
-            count,
-            replicas,
-        )
+        numbers = rows * replicas, rows // count, count, replicas
+        logger.info("effective batch %d = micro-batch %d x %d accumulated x %d replicas", *numbers)
 
 
-def _lines_of(
-    plan: ReplicaPlan, update: VariableUpdate, trained: Variables, optimizer_state: OptimizerState, control: np.ndarray
-) -> list[str]:
-    """Return the lines of an update's programs; shapes and dtypes of the variables and the state are enough."""
+def _lines_of(plan: ReplicaPlan, update: VariableUpdate, state: TrainState) -> list[str]:
+    """Return the lines of an update's programs; shapes and dtypes of the variables and optimizer state are enough."""
+    trained = plan.program.trainable.pick(state.variables)
     means = jax.tree.unflatten(jax.tree.structure(trained), plan.program.means)
-    programs = update.programs(trained, optimizer_state, means, control)
+    programs = update.programs(trained, state.optimizer_state, means, control_of_update(plan.program, state))
     return [line for program in programs.values() for line in lines_of(program.jaxpr)]
 
 

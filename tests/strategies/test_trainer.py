@@ -10,6 +10,7 @@ from adding import added
 import collectives
 import strategies
 from strategies import NonFiniteGradientError, Trainer, TrainState
+from strategies.exchange.flat import private_memory
 
 RNG = np.random.default_rng(0)
 POINTS = RNG.standard_normal((24, 3)).astype(np.float32)
@@ -97,6 +98,21 @@ class TestOneUpdate:
             jax.block_until_ready(state.variables)
             used_up += all(leaf.is_deleted() for leaf in before)
         assert used_up >= 5
+
+    def test_the_program_may_change_its_own_optimizer_state_after_a_step(self):
+        """JAX reads the arrays of the program in place, and later than the call, if they are aligned."""
+        trainer = Trainer(strategies.IPUStrategy(), lambda v, batch, key: (v * batch).sum(), optax.sgd(0.1, momentum=1))
+        ones = np.ones(1 << 22, np.float32)
+        state, _ = trainer.step(trainer.init(ones), jax.device_put(ones))
+        for _ in range(3):
+            momenta = private_memory(ones.shape, ones.dtype)
+            momenta[...] = 0
+            leaves, structure = jax.tree.flatten(state.optimizer_state)
+            optimizer_state = jax.tree.unflatten(structure, [momenta] * len(leaves))
+            given = TrainState(jax.device_put(ones), optimizer_state, state.step)
+            state, _ = trainer.step(given, jax.device_put(ones))
+            momenta[...] = np.nan
+            assert np.isfinite(state.variables).all()
 
     def test_init_leaves_the_given_variables_alone(self, strategy):
         given = start()
