@@ -107,7 +107,7 @@ class Trainer:
         """Make the parts that run steps, evaluations and memory plans."""
         replicas, options = self._strategy.replicas, self._options
         check_loss_function(loss_fn)
-        traced: list[Function] = [] if options.map_gradient is None else [options.map_gradient]
+        traced: list[Function] = []
         if not isinstance(optimizer, StepOptimizer):
             check_optimizer(optimizer)
             traced.append(optimizer.update)

@@ -6,13 +6,14 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr
 
 from strategies.core.agreement import insist_on_agreement
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
@@ -27,7 +28,7 @@ from strategies.jax.gradients.gradient_programs import (
     ReplicaGradients,
     ReplicaPlan,
 )
-from strategies.jax.gradients.model_state import PER_REPLICA, control_words
+from strategies.jax.gradients.model_state import PER_REPLICA, asks_for_each, control_words
 from strategies.jax.gradients.replica_program import ReplicaProgram, ReplicaShapes
 from strategies.jax.on_device.paths import path_for
 from strategies.jax.on_device.step import DeviceGradients, DeviceStep, FlatUpdate
@@ -121,13 +122,15 @@ class StepPrograms:
         others: Sequence[Function] = (),
     ) -> None:
         self._replicas = replicas
-        self._functions = (loss_fn, *others)
+        asked = (options.map_gradient, options.trainable, options.gradient_accumulation_dtype)
+        self._functions = (loss_fn, *filter(asks_for_each, asked), *others)
         self._loss_fn = recomputing(loss_fn, options.recompute)
         self._repeated: RepeatedTrace | None = None  # of the functions for the shapes that came last
         self._trace_s = 0.0  # seconds that their trace took
         self.optimizer = optimizer
         self._options = options
         self._updates: dict[Any, VariableUpdate] = {}  # by the shapes of the trained variables
+        self._trainables: dict[Hashable, Trainable] = {}  # by the shapes of all variables
         self._is_recorded = is_recorded
         self._plans: dict[Any, ReplicaPlan] = {}  # by the shapes of one replica's arguments
         self.agreed: dict[str, str] = {}
@@ -210,7 +213,24 @@ class StepPrograms:
 
     def trained(self, variables: Variables) -> Variables:
         """Return the variables that are trained, or their shapes, with None in the places of the others."""
-        return Trainable.of(variables, self._options.trainable).pick(variables)
+        return self._trainable(variables).pick(variables)
+
+    def _trainable(self, variables: Variables) -> Trainable:
+        """Return the choice of the trained variables.
+
+        Raises:
+            RuntimeError: The filter now chooses others than it did at first; programs and states are made for those.
+        """
+        found = Trainable.of(variables, self._options.trainable)
+        known = self._trainables.setdefault(key_of(shapes_of(variables)), found)
+        flags = zip(jax.tree_util.tree_leaves_with_path(variables), known.flags, found.flags, strict=True)
+        changed = [keystr(path) for (path, _), before, now in flags if before is not now]
+        if changed:
+            raise RuntimeError(
+                f"trainable has changed its answer for {', '.join(changed)}, but the optimizer state and the compiled "
+                "step are for its first answers; make a new Trainer, and give its init the variables so far"
+            )
+        return known
 
     def update_of(self, variables: Variables) -> VariableUpdate:
         """Return the update of variables of these shapes.
@@ -380,7 +400,7 @@ class StepPrograms:
             self._replicas,
             self._loss_fn,
             shapes,
-            Trainable.of(shapes.variables, options.trainable),
+            self._trainable(shapes.variables),
             options.rule_of(shapes.model_state),
             options.seed,
             options.accumulation,

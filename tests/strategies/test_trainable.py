@@ -134,3 +134,23 @@ def test_all_variables_are_trained_by_default():
 def test_invalid_choices_of_trained_variables_are_refused(trainable, error, message):
     with pytest.raises(error, match=message):
         trained(strategies.IPUStrategy(REPLICAS), trainable)
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_a_filter_that_changes_its_answer_is_refused_at_the_next_step(on_instances, instances):
+    def function(strategy):
+        phase = {"number": 1}
+        trainer = strategies.Trainer(
+            strategy, loss_fn, optax.sgd(0.1), trainable=lambda name, leaf: name == "['head']" or phase["number"] == 2
+        )
+        variables = {"body": {**VARIABLES["body"], "order": np.int32([2, 0, 1])}, "head": VARIABLES["head"]}
+        state = trainer.init(variables)
+        rows = ROWS[2 * strategy.local_replicas.start : 2 * strategy.local_replicas.stop]
+        state, _ = trainer.step(state, rows)
+        phase["number"] = 2
+        with pytest.raises(
+            RuntimeError, match=r"trainable has changed its answer for \['body'\]\['order'\], \['body'\]"
+        ):
+            trainer.step(state, rows)
+
+    on_instances(instances, REPLICAS, function)
