@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import final
 
@@ -82,13 +82,9 @@ class JaxLayers:
             divisor = divisor * float(np.asarray(tail)[program.places.weight])
         return divisor
 
-    def device_norms(self, leaves: Sequence[Leaf]) -> jax.Array:
-        """Return the norm of each array, float32, without waiting for it."""
-        found: jax.Array = self._norms(list(leaves))
-        return found
-
     @cached_property
-    def _norms(self) -> jax.stages.Wrapped:
+    def device_norms(self) -> Callable[[Sequence[Leaf]], jax.Array]:
+        """The function that returns the norm of each array, float32, without waiting for it."""
         return jit(lambda leaves: jnp.stack([_norm(leaf.astype(jnp.float32)) for leaf in leaves]))
 
 

@@ -39,12 +39,15 @@ from strategies.jax.programs.recomputation import recomputing
 from strategies.jax.programs.xla_pitfalls import check_integers_fit
 from strategies.jax.replicas.replicas import Replicas
 from strategies.jax.replicas.sharding import unchanging
+from strategies.jax.step_record import facts_in_common
 from strategies.jax.updates.optimizers import AnyOptimizer
 from strategies.jax.updates.update import VariableUpdate, in_place, update_for
 from strategies.typing import Batch, Function, Gradients, Leaf, LossFunction, Tree, Variables
 from strategies.values import TrainState
 
 logger = logging.getLogger("strategies.jax")
+
+_WAY_OUT = "; start all with the same arguments, settings and versions, on hosts of one kind"
 
 
 @dataclass(frozen=True)
@@ -459,16 +462,16 @@ class StepPrograms:
         if self._is_compared:
             lines = _lines_of(plan, self.update_of(state.variables), state)
             programs = {"the loss function": plan.lines, "the update": lines}
-            options = {**self._options.terms, "step": state.step}
-            terms = terms_of(options, dataset, shapes.batch, programs, state.optimizer_state)
-            insist_on_agreement(self._replicas, terms)
+            options = {**facts_in_common(self._replicas.variables_device), **self._options.terms}
+            terms = terms_of({**options, "step": state.step}, dataset, shapes.batch, programs, state.optimizer_state)
+            insist_on_agreement(self._replicas, terms, way_out=_WAY_OUT)
             if self._replicas.journal.is_kept:
-                self.agreed |= digest_of_programs(self._options.terms, shapes.batch, programs)
+                self.agreed |= digest_of_programs(options, shapes.batch, programs)
         if not self._has_warned:
             self._has_warned = True
             warn_of_loss(self._replicas, lost_with_an_instance(plan.program.has_feeds, dataset))
 
-    def _log_effective_batch(self, of_one: Any) -> None:
+    def _log_effective_batch(self, of_one: Batch) -> None:
         leaves = jax.tree.leaves(of_one)
         if not leaves:
             return

@@ -18,7 +18,9 @@ import sys
 import time
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,8 @@ _SETTINGS = (
 )
 _PREFIXES = ("JAX_",)
 _NOT_OF_BITS = ("CACHE", "LOG", "TRACEBACK", "DEBUG")
+_IN_COMMON = ("jax", "jaxlib", "device", "PJRT_NPROC", *DECIDE_BITS)
+_NOT_IN_COMMON = ("dump", "host_platform_device_count")
 _VECTORS = ("avx", "fma", "amx", "sse4", "asimd", "sve")
 
 
@@ -79,7 +83,7 @@ def checkpoint_folder(directory: Path) -> Path:
     if wanted is None:
         return directory
     name = hashlib.sha256(os.fsencode(directory.absolute())).hexdigest()[:8]
-    _file(wanted.folder).write({"kind": recording.CHECKPOINT, "directory": str(directory)})
+    _file(wanted.folder, os.getpid()).write({"kind": recording.CHECKPOINT, "directory": str(directory)})
     return wanted.folder / recording.CHECKPOINTS / name
 
 
@@ -96,7 +100,7 @@ class StepRecorder:
         self._replicas = replicas
         self._options = options
         self._wanted = wanted
-        self._file = _file(wanted.folder)
+        self._file = _file(wanted.folder, os.getpid())
         self._file.write_process(replicas)
         self._training = self._file.next_training()
         self._step = -1  # last recorded step
@@ -264,14 +268,9 @@ class _RecordFile:
         return self._trainings - 1
 
 
-_files: dict[tuple[Path, int], _RecordFile] = {}
-
-
-def _file(folder: Path) -> _RecordFile:
-    key = (folder, os.getpid())
-    if key not in _files:
-        _files[key] = _RecordFile(folder)
-    return _files[key]
+@cache
+def _file(folder: Path, process: int) -> _RecordFile:
+    return _RecordFile(folder)
 
 
 def digest(array: Leaf) -> str:
@@ -329,6 +328,19 @@ def what_decides_bits(exchange: ExchangeChoice = ON_CPUS) -> dict[str, object]:
     }
 
 
+def facts_in_common(of_variables: jax.Device) -> dict[str, object]:
+    """Return the facts that decide bits and that all instances must have in common, by name.
+
+    Args:
+        of_variables: Device of the update; if it is a CPU, the vector instructions of the processor are listed.
+    """
+    facts: Any = what_decides_bits()
+    every = {**facts["versions"], **facts["settings"], "device": jax.local_devices()[0].device_kind}
+    flags = [flag for flag in every.get("XLA_FLAGS", "").split() if not any(word in flag for word in _NOT_IN_COMMON)]
+    vectors = {"CPU vectors": facts["cpu"]["vectors"]} if of_variables.platform == "cpu" else {}
+    return {**{name: every.get(name) for name in _IN_COMMON}, **vectors, "XLA_FLAGS": " ".join(sorted(flags))}
+
+
 def _devices() -> str:
     """Return the kinds of the devices on which JAX computes, and PyTorch if it has started CUDA."""
     found = [f"{jax.default_backend()} {jax.local_devices()[0].device_kind}"]
@@ -341,10 +353,8 @@ def _devices() -> str:
 def _versions() -> dict[str, str]:
     found = {}
     for package in _PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     if "mpi4py.MPI" in sys.modules:
         found["MPI"] = sys.modules["mpi4py.MPI"].Get_library_version().partition(",")[0].strip("\0 \n")
     return found | {"libc": "-".join(platform.libc_ver())}
@@ -353,12 +363,10 @@ def _versions() -> dict[str, str]:
 def _cpu() -> dict[str, str]:
     """Return the processor's name, its vector instructions, and a digest of all its features."""
     found: dict[str, str] = {}
-    try:
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             name, _, value = line.partition(":")
             found.setdefault(name.strip().lower(), value.strip())
-    except OSError:
-        pass
     features = sorted((found.get("flags") or found.get("features") or "").split())
     return {
         "model": found.get("model name") or platform.processor() or platform.machine(),

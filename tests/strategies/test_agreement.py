@@ -13,6 +13,7 @@ from tiers import also
 import strategies
 from strategies import DisagreementError, LossScaling, Trainer
 from strategies.core.agreement import describe
+from strategies.jax.step_record import facts_in_common
 
 ROWS = np.random.default_rng(0).standard_normal((60, 3)).astype(np.float32)
 MODES = [{}, {"variables_on_host": True}]
@@ -152,6 +153,42 @@ def test_batches_of_different_shapes_are_named(on_instances, instances):
             trainer.step(state, ROWS[:rows])
 
     on_instances(instances, 6, program)
+
+
+def test_a_different_setting_of_jax_is_named(on_instances):
+    """No line of a program shows this setting, which decides random numbers."""
+
+    def program(strategy):
+        words = (
+            "instance 1 has jax_threefry_partitionable False, instance 0 jax_threefry_partitionable True; start all "
+            "with the same arguments, settings and versions, on hosts of one kind"
+        )
+        with jax.threefry_partitionable(strategy.is_chief), pytest.raises(DisagreementError, match=words):
+            trained(strategy)
+
+    on_instances(2, 4, program)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (
+            "--xla_cpu_enable_fast_math=true",
+            "",
+            "instance 1 has XLA_FLAGS , instance 0 XLA_FLAGS --xla_cpu_enable_fast",
+        ),
+        ("--a=1 --xla_dump_to=/0 --b", "--b --xla_force_host_platform_device_count=2 --a=1", None),
+    ],
+)
+def test_different_flags_of_xla_are_named_if_they_decide_bits(monkeypatch, first, second, words):
+    facts = []
+    for flags in (first, second):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        facts.append([{name: str(value) for name, value in facts_in_common(jax.devices()[0]).items()}])
+    if words is None:
+        assert facts[0] == facts[1]
+    else:
+        assert words in describe(dict(enumerate(facts)))
 
 
 def test_a_different_step_is_named(on_instances):

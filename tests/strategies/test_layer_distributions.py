@@ -109,10 +109,10 @@ class TestSquares:
     def test_a_device_finds_the_norms_of_the_host(self):
         """Norms there are float32, also of arrays whose squares are beyond its range."""
         arrays = [RANDOM, RANDOM * 1e25, RANDOM * 1e-30, np.zeros(3, np.float32), RANDOM.astype(jnp.bfloat16)]
-        found = JaxLayers.device_norms(JaxLayers(None, None, None), [*map(jnp.asarray, arrays)])
+        found = JaxLayers(None, None, None).device_norms([*map(jnp.asarray, arrays)])
         wanted = [float(np.sqrt(squares_of_shards(array, 1).sum())) for array in arrays]
         assert np.asarray(found).tolist() == pytest.approx(wanted, rel=1e-5)
-        broken = JaxLayers.device_norms(JaxLayers(None, None, None), [jnp.array([1, jnp.inf]), jnp.array([jnp.nan, 1])])
+        broken = JaxLayers(None, None, None).device_norms([jnp.array([1, jnp.inf]), jnp.array([jnp.nan, 1])])
         assert not np.isfinite(np.asarray(broken)).any()
 
 
@@ -127,7 +127,7 @@ def test_parts_of_gradients_on_a_device_have_the_norms_of_the_whole(on_instances
             [jnp.asarray(RANDOM), jnp.ones(3)],
             [part, jnp.ones(3)],
             shards=shards_of(replicas, min_elements=10),
-            device_norms=lambda leaves: JaxLayers.device_norms(JaxLayers(None, None, None), leaves),
+            device_norms=JaxLayers(None, None, None).device_norms,
         )
         return layer_statistics(DistributionSettings(1, 0), 0, lambda: layers, replicas).read(0)
 

@@ -457,11 +457,10 @@ class DevicePending:
         step, before = self.step, self.state.model_state
         if before is None:
             return None
-        device = step.replicas.variables_device
         result = step.program.rule.put_means(before, step.flat.state_means(self.buffers), jnp)
 
         def join(own: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
-            return [_joined(leaves) for leaves in zip(*jax.device_put(own, device), strict=True)]
+            return [_joined(rows) for rows in zip(*jax.device_put(own, step.replicas.variables_device), strict=True)]
 
         after = model_state_after(step.program, step.replicas, before, self.kept, result, join)
         return chosen(self.is_finite, after, before)

@@ -10,6 +10,7 @@ import os
 import pkgutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -437,11 +438,9 @@ def machine_of(instance: Instance) -> str:
 
 def has_nccl() -> bool:
     """Return whether NCCL is installed, as the package that JAX and PyTorch require or as a library of the system."""
-    try:
+    with suppress(ModuleNotFoundError):
         if importlib.util.find_spec("nvidia.nccl") is not None:
             return True
-    except ModuleNotFoundError:
-        pass
     folders = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/local/cuda/lib64")
     return any(Path(folder, "libnccl.so.2").exists() for folder in folders)
 
