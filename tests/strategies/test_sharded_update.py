@@ -226,13 +226,14 @@ ACROSS_ELEMENTS = {
     "size on a device": optax.stateless(
         lambda gradients, _: jax.tree.map(lambda g: g / jnp.float32(g.size), gradients)
     ),
+    "mask": optax.stateless(lambda gradients, _: jax.tree.map(lambda g, like: g * (like + 1), gradients, FIRST)),
     "random state": optax.GradientTransformation(
         lambda tree: jax.tree.map(lambda leaf: jax.random.normal(jax.random.key(0), leaf.shape), tree),
         lambda gradients, state, tree=None: (gradients, state),
     ),
 }
-FEW_ACROSS = ("lamb",)
-"""Optimizers that use norms, keys, places, single elements or sizes, or have a state of another shape."""
+FEW_ACROSS = ("lamb", "mask")
+"""Optimizers that use norms, keys, places, single elements, sizes or shapes, or have a state of another shape."""
 
 
 @pytest.mark.parametrize(

@@ -657,7 +657,10 @@ class ShardedStateUpdate(VariableUpdate):
         if self._optimizer.needs_whole:
             raise AcrossElementsError("the optimizer needs whole arrays")
         parts = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(self._shards.shape(leaf), leaf.dtype), whole)
-        of_parts, of_others = self._trace(parts), self._trace(self._others(whole))
+        try:
+            of_parts, of_others = self._trace(parts), self._trace(self._others(whole))
+        except (TypeError, ValueError) as error:  # such as a product with a constant of a variable's shape
+            raise AcrossElementsError(f"the optimizer's update takes no parts of variables ({error})") from error
         found = first_across_elements(of_parts) or first_across_elements(jax.make_jaxpr(self._optimizer.init)(parts))
         if found is None and not operations(of_whole) == operations(of_parts) == operations(of_others):
             found = "other operations or numbers for arrays of other shapes"
