@@ -220,7 +220,8 @@ class DistributedDataset:
         The call neither uses nor changes the position.
 
         Raises:
-            StrategyError: If several instances read a source without random access, which needs collective calls.
+            StrategyError: If several instances read a source without random access, which needs collective calls; or
+                if the first batch draws from the global generators, which belong to the program while a thread reads.
         """
         if self.is_collective:
             raise StrategyError(
@@ -228,10 +229,17 @@ class DistributedDataset:
                 "of other data sets is a collective call; give the infeed the iterable itself, and its mode"
             )
         local = len(self._layout.local_replicas)
+        source = open_source(self._given, self._layout, seed=self._seed, shuffle=self._shuffle)
         for epoch in itertools.count():
             is_empty = True
-            for batch in self._source.batches(epoch, 0):
-                is_empty = False
+            for batch in source.batches(epoch, 0):
+                is_empty = source.runs_code = False  # a thread may read the others, which cannot see who draws
+                if source.draws:
+                    raise StrategyError(
+                        "elements draw random numbers from the generators of Python, NumPy or PyTorch, but an infeed "
+                        "reads them in a thread, and the program may draw meanwhile; draw from generators of their "
+                        "own, such as np.random.default_rng((seed, index))"
+                    )
                 leaves, structure = trees.flatten(converted(self._transfer_dtype, batch))
                 split = zip(*(np.split(leaf, local) for leaf in leaves), strict=True)
                 yield [trees.unflatten(structure, part) for part in split]
@@ -464,6 +472,4 @@ def _is_random_access(source: Data) -> bool:
 
 def is_pytree_of_arrays(source: Data) -> bool:
     """Return whether a data set is an array or a pytree of arrays. A list is a data set of its elements."""
-    if isinstance(source, list):
-        return False
-    return not trees.is_leaf(source) or hasattr(source, "shape")
+    return not isinstance(source, list) and (not trees.is_leaf(source) or hasattr(source, "shape"))

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from contextvars import ContextVar
 from itertools import count
 from typing import Any, Generic, TypeVar
@@ -125,9 +125,9 @@ def in_lockstep(
             return
         if not are_there.all():
             raise ValueError(
-                f"{_named(np.flatnonzero(~are_there).tolist())} of {communicator.size} can read nothing at step {step} "
-                f"of {whole}, where others can, but padding repeats elements; give each replica at least one element, "
-                "and all instances the same len()"
+                f"{_named(~are_there)} of {communicator.size} can read nothing at step {step} of {whole}, where others "
+                "can, but padding repeats elements; give each replica at least one element, and all instances the same "
+                "len()"
             )
         yield batch
 
@@ -154,14 +154,12 @@ def _warn_of_what_is_left(has_batch: np.ndarray, whole: str, steps: int) -> None
     logger.warning(
         "%s ran out of data after %d steps of %s: all instances end it there, and the rest on %s is not used; "
         "give all instances the same number of batches",
-        _named(np.flatnonzero(~has_batch).tolist()),
-        steps,
-        whole,
-        _named(np.flatnonzero(has_batch).tolist()),
+        *(_named(~has_batch), steps, whole, _named(has_batch)),
     )
 
 
-def _named(instances: Sequence[int]) -> str:
+def _named(are_meant: np.ndarray) -> str:
+    instances = np.flatnonzero(are_meant).tolist()
     return f"{'instance' if len(instances) == 1 else 'instances'} {', '.join(map(str, instances))}"
 
 
@@ -290,15 +288,13 @@ class _Worker(Generic[T]):
 
         The consumer waits for the first one, and makes no step meanwhile.
         """
-        if self._draws:
-            with of_program.drawing():
-                return next(self._items)
         if self._draws is None:
             watch.begin()
             item = next(self._items)
             self._draws = of_program.has_others and watch.look()
             return item
-        return next(self._items)
+        with of_program.drawing() if self._draws else nullcontext():
+            return next(self._items)
 
     def _wait_for_room(self) -> bool:
         with self._changed:

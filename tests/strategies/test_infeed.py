@@ -17,6 +17,7 @@ from feed_data import Increasing, feed_threads
 import strategies
 from strategies import EndOfDataError, FeedError, InfeedMode, InfeedQueue, OutfeedQueue, get_replica_context, loops
 from strategies.data.layout import Replication
+from strategies.errors import StrategyError
 
 ONES = np.ones((4, 4), np.float32)
 LIMIT_S = 60
@@ -283,6 +284,21 @@ class TestRefusals:
         dataset = strategy.distribute_dataset(np.arange(48, dtype=np.int32), batch_size=3)
         with pytest.raises(FeedError, match="distributed to 4 replicas, but this program runs on 2 replicas"):
             strategies.IPUStrategy(2).run(self.summing(InfeedQueue(dataset)))
+
+    def test_a_data_set_that_draws_where_the_program_draws(self, strategy):
+        """A thread would exchange the states of generators from which the program draws."""
+
+        class Cropped:
+            def __len__(self):
+                return 48
+
+            def __getitem__(self, index):
+                return np.float32(index + np.random.rand())  # noqa: NPY002
+
+        dataset = strategy.distribute_dataset(Cropped(), batch_size=3)
+        with pytest.raises(StrategyError, match="elements draw random numbers .* an infeed reads them in a thread"):
+            InfeedQueue(dataset)
+        assert next(dataset.epoch(0)).shape == (12,)
 
     @staticmethod
     def summing(infeed):
