@@ -37,8 +37,7 @@ class EvaluationTask(ABC):
     @property
     def code(self) -> Callable[..., Tree]:
         """The function whose code decides the results: the user's, in a field `function`, or the task itself."""
-        function: Callable[..., Tree] = getattr(self, "function", self)
-        return function
+        return getattr(self, "function", self)
 
     @abstractmethod
     def __call__(self, *arguments: Tree, **named: Tree) -> Tree:

@@ -284,8 +284,7 @@ class _HostBuffer:
 
     def array(self, start: int, source: Source) -> np.ndarray:
         """Return the memory for the copy of `source` that begins at byte `start`."""
-        place: np.ndarray = self._memory[start : start + source.nbytes].view(source.dtype)
-        return place
+        return self._memory[start : start + source.nbytes].view(source.dtype)
 
 
 class MeansOnDevice:

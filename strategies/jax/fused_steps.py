@@ -237,8 +237,7 @@ class FusedSteps:
 
         of_gradients = [jnp.zeros(result.shape, result.dtype) for result in self._program.results]
         zeros = (jnp.zeros(self._program.places.size, jnp.float32), *of_gradients)
-        last: Sequence[jax.Array] = jax.lax.scan(step, zeros, _stacked(batches))[0]
-        return last
+        return jax.lax.scan(step, zeros, _stacked(batches))[0]
 
 
 def _stacked(batches: Sequence[Batch]) -> Tree:

@@ -210,8 +210,7 @@ def _weight(outcome: Outcome) -> jax.Array | None:
 
 def _sum(values: np.ndarray) -> np.float64:
     """Return the sum in float64, added one after another, because the order of `np.sum` depends on the length."""
-    total: np.float64 = np.add.accumulate(values, dtype=np.float64)[-1] if values.size else np.float64(0)
-    return total
+    return np.add.accumulate(values, dtype=np.float64)[-1] if values.size else np.float64(0)
 
 
 # ---- programs

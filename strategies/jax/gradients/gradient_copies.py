@@ -237,8 +237,7 @@ class _ArrayInterface:
 
 
 def _view(buffer: jax.Array, address: int, owner: object) -> np.ndarray:
-    view: np.ndarray = np.asarray(_ArrayInterface(address, buffer.nbytes, owner)).view(np.dtype(buffer.dtype))
-    return view
+    return np.asarray(_ArrayInterface(address, buffer.nbytes, owner)).view(np.dtype(buffer.dtype))
 
 
 def _is_on_cpu(buffer: jax.Array) -> bool:

@@ -198,8 +198,7 @@ def bind(like: core.Jaxpr, equation: Equation, given: Sequence[Leaf]) -> list[Le
     takes = [core.Var(atom.aval) for atom in equation.invars]  # new ones, because an operand may occur twice
     gives = [core.Var(variable.aval) for variable in equation.outvars]
     one = _program(like, takes, [equation.replace(invars=takes, outvars=gives)], gives)
-    results: list[Leaf] = jax.core.eval_jaxpr(one, (), *given)
-    return results
+    return jax.core.eval_jaxpr(one, (), *given)
 
 
 def with_bodies(equation: Equation, change: Callable[[core.ClosedJaxpr], core.ClosedJaxpr]) -> Equation:

@@ -339,8 +339,7 @@ def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[Leaf], last: list[Le
     """Evaluate a program whose callbacks wait for the values in `last`; put the results of its last callback there."""
     jaxpr = closed.jaxpr
     if not any(map(_is_callback, every_equation(jaxpr))):
-        found: list[Leaf] = jax.core.eval_jaxpr(jaxpr, closed.consts, *arguments)
-        return found
+        return jax.core.eval_jaxpr(jaxpr, closed.consts, *arguments)
 
     def results_of(equation: Equation, given: list[Leaf]) -> list[Leaf]:
         if not _calls_back(equation):

@@ -247,8 +247,7 @@ def borrow(array: jax.Array | np.ndarray | np.generic) -> np.ndarray:
     is_exportable = isinstance(dtype, np.dtype) and dtype.kind in "fiu" and dtype.isbuiltin == 1
     if is_exportable and array.size and [each.platform for each in array.devices()] == ["cpu"]:
         # A view that `np.asarray` returns would stay cached in the array and keep it from being donated.
-        view: np.ndarray = np.from_dlpack(array)  # type: ignore[arg-type]  # JAX declares an older form of the protocol
-        return view
+        return np.from_dlpack(array)  # type: ignore[arg-type]  # JAX declares an older form of the protocol
     if is_key(array):
         return array  # type: ignore[return-value]  # NumPy has no such dtype
     return np.asarray(array)

@@ -90,14 +90,12 @@ class PartOfArray:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array."""
-        shape: tuple[int, ...] = self.whole.shape
-        return shape
+        return self.whole.shape
 
     @property
     def dtype(self) -> np.dtype:
         """The dtype of the array."""
-        dtype: np.dtype = np.dtype(self.whole.dtype)
-        return dtype
+        return np.dtype(self.whole.dtype)
 
     def gather(self, name: str) -> np.ndarray:
         """Return the whole array. Collective.
@@ -119,8 +117,7 @@ class PartOfArray:
         part = np.concatenate(blocks)[: self.local.size].reshape(self.local.shape)
         if isinstance(self.local, np.ndarray):
             return part
-        placed: jax.Array = jax.device_put(part, getattr(self.local, "sharding", None))
-        return placed
+        return jax.device_put(part, getattr(self.local, "sharding", None))
 
 
 @dataclass(frozen=True)
@@ -166,8 +163,7 @@ class ShardedTree:
         blocks = [stored.own, stored.kept][: shards.blocks]
         for block, found in zip(placed, rows.fetch(blocks, replica_rows(leaf, had), width, name), strict=True):
             block[: len(found)] = found
-        cut: jax.Array = jnp.array(placed.reshape(-1).view(dtype).reshape(shards.shape(whole)))
-        return cut
+        return jnp.array(placed.reshape(-1).view(dtype).reshape(shards.shape(whole)))
 
     def whole(self, tree: Tree) -> Tree:
         """Return the tree with a `PartOfArray` for each array that this instance holds only in part."""
