@@ -267,7 +267,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
             copies = [mean.copy() for mean in result[MEAN]]  # the next step overwrites the means
             result = {**result, MEAN: jax.device_put(copies, self._replicas.variables_device)}
         return model_state_after(
-            step.program, self._replicas, state.model_state, step.gradients.kept(), result, _joined
+            step.program, self._replicas, state.step, state.model_state, step.gradients.kept(), result, _joined
         )
 
     def _raise_if_feeds_differ(self) -> None:

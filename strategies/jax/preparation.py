@@ -22,12 +22,7 @@ from strategies.exchange.means import Bucket, Means
 from strategies.jax.comparing.agreement import digest_of_programs, lines_of, terms_of
 from strategies.jax.gradients.computation import Trainable, check_takes_state
 from strategies.jax.gradients.gradient_copies import copies_for
-from strategies.jax.gradients.gradient_programs import (
-    GradientPrograms,
-    JaxGradientPlan,
-    ReplicaGradients,
-    ReplicaPlan,
-)
+from strategies.jax.gradients.gradient_programs import JaxGradientPlan, ReplicaGradients, ReplicaPlan
 from strategies.jax.gradients.model_state import PER_REPLICA, asks_for_each, control_words
 from strategies.jax.gradients.replica_program import ReplicaProgram, ReplicaShapes
 from strategies.jax.on_device.paths import path_for
@@ -205,12 +200,6 @@ class StepPrograms:
             return [], None
         rule = self._options.rule_of(model_state)
         return rule.pick(model_state, PER_REPLICA), rule.map_own(lambda leaf: None, rule.begun(model_state))
-
-    def results_of(self, step: PreparedStep, state: TrainState, batch: Batch) -> list[list[np.ndarray]]:
-        """Return the results of each local replica: the tail, gradients, and kept values."""
-        assert isinstance(step.gradients, GradientPrograms)
-        step.gradients.dispatch(*self.arguments(state, batch, control_of(state)))
-        return step.gradients.leaves()
 
     # ---- preparing
 

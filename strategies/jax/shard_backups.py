@@ -25,7 +25,7 @@ from strategies.jax.replicas.replicas import Replicas
 from strategies.jax.updates.update import Updated, VariableUpdate
 from strategies.stored_shards import StoredShards, bytes_of
 from strategies.typing import Gradients, Leaf, Tree
-from strategies.values import TrainState
+from strategies.values import TrainState, are_used_up
 
 
 class ShardBackups:
@@ -148,11 +148,7 @@ def _like(leaf: Leaf, rows: np.ndarray) -> np.ndarray:
 
 def receive_buffers(tree: Tree) -> Tree:
     """Return a tree to receive values into, with zeros in place of donated arrays."""
-    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype) if _is_used_up(leaf) else leaf, tree)
-
-
-def _is_used_up(leaf: Leaf) -> bool:
-    return isinstance(leaf, jax.Array) and leaf.is_deleted()
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype) if are_used_up(leaf) else leaf, tree)
 
 
 COMMIT = "all instances can make the update"

@@ -430,6 +430,21 @@ def test_sums_that_fit_into_their_dtype_are_exact(on_instances, instances):
     assert on_instances(instances, REPLICAS, function) == [NARROW] * instances
 
 
+@pytest.mark.parametrize("instances", [1, 2])
+def test_alike_values_that_differ_are_named_on_all_instances(on_instances, instances):
+    def loss_fn(variables, batch, key, model_state):
+        after = {"turn": model_state["turn"] + 1, "drawn": jax.random.uniform(key)}
+        return strategies.Outcome((batch["x"] @ variables["w"]).mean(), model_state=after)
+
+    def function(strategy):
+        trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1), model_state_aggregation="alike")
+        state = trainer.init(VARIABLES, {"turn": np.int32(0), "drawn": np.float32(0)})
+        with pytest.raises(ValueError, match=r"replica 1 has made another value of leaf \['drawn'\] .* than replica 0"):
+            trainer.step(state, rows_of(strategy, 0))
+
+    on_instances(instances, REPLICAS, function)
+
+
 def test_a_sum_of_values_that_are_no_numbers_is_refused():
     with pytest.raises(ValueError, match=r"'sum' for leaf \['flag'\], which is bool"):
         ModelStateRule.of({"flag": np.bool_(True)}, "sum")

@@ -49,6 +49,22 @@ def train(strategy):
     return found, strategies.fingerprint(state), strategy.num_instances, len(strategy.local_replicas)
 
 
+def train_with_model_state(strategy):
+    """Train for an epoch with a counter that is alike on all replicas, as `train`."""
+
+    def counting_loss_fn(variables, batch, key, model_state):
+        loss, metrics = loss_fn(variables, batch, key)
+        return strategies.Outcome(loss, metrics, {"turn": model_state["turn"] + 1, "rows": model_state["rows"] + 2})
+
+    words = {"turn": "alike", "rows": "sum"}
+    dataset = strategy.distribute_dataset(rows(), 2, seed=1)
+    trainer = strategies.Trainer(strategy, counting_loss_fn, optax.sgd(0.1), model_state_aggregation=words)
+    state = trainer.init(variables(), {"turn": np.int32(0), "rows": np.int8(0)})
+    for batch in dataset.epoch(0):
+        state, metrics = trainer.step(state, batch)
+    return dict(metrics), strategies.fingerprint(state), strategy.num_instances, len(strategy.local_replicas)
+
+
 @functools.cache
 def alone(program):
     [found] = run_instances(1, REPLICAS, program)
@@ -66,6 +82,11 @@ def check(found, program, lost=(), asleep=0, instances=2):
 
 def test_a_spare_sleeps_through_a_training_without_losses():
     check(run_with_spares(2, 1, REPLICAS, train), train, asleep=1)
+
+
+def test_a_spare_compares_alike_leaves_of_the_model_state_only_when_it_is_active():
+    found = run_with_spares(2, 1, REPLICAS, train_with_model_state, ["kill:instance=1,step=2,phase=update"])
+    check(found, train_with_model_state, lost=[1])
 
 
 @pytest.mark.parametrize(

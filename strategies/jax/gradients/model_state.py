@@ -31,6 +31,7 @@ MEAN, FIRST, PER_REPLICA, SUM, ALIKE, CONSTANT = WORDS = ("mean", "first", "per_
 KEPT = (FIRST, ALIKE, PER_REPLICA)
 """The words of the leaves that a replica keeps, in the order of its kept values. `alike` leaves do not travel."""
 
+_NEEDED = {MEAN: (jnp.floating, "floating-point leaves have a mean"), SUM: (jnp.number, "numbers have a sum")}
 _WAY_OUT = f"use None, {', '.join(map(repr, WORDS))}, or a pytree of these that is a prefix of the model state"
 
 
@@ -197,15 +198,11 @@ def _rule_of(
     named = jax.tree_util.tree_leaves_with_path(model_state)
     names, reductions = tuple(keystr(path) for path, _ in named), tuple(jax.tree.leaves(below))
     for name, reduction, (_, leaf) in zip(names, reductions, named, strict=True):
-        if reduction == MEAN and not jnp.issubdtype(leaf.dtype, jnp.floating):
+        needed = _NEEDED.get(reduction)
+        if needed is not None and not jnp.issubdtype(leaf.dtype, needed[0]):
             raise ValueError(
-                f"model_state_aggregation has 'mean' for leaf {name}, which is {leaf.dtype}; only floating-point "
-                "leaves have a mean: use 'first' or 'per_replica'"
-            )
-        if reduction == SUM and not jnp.issubdtype(leaf.dtype, jnp.number):
-            raise ValueError(
-                f"model_state_aggregation has 'sum' for leaf {name}, which is {leaf.dtype}; only numbers have a "
-                "sum: use 'first' or 'per_replica'"
+                f"model_state_aggregation has {reduction!r} for leaf {name}, which is {leaf.dtype}; only {needed[1]}: "
+                "use 'first' or 'per_replica'"
             )
         if reduction == PER_REPLICA and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise ValueError(

@@ -13,14 +13,16 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from collectives.tree import TreeNode, node_of_halves
+from strategies.core.agreement import gather_arrays
 from strategies.core.engine import Buffers, ExchangeResult
 from strategies.core.metrics import UnreadArray
 from strategies.errors import StrategyError
 from strategies.exchange.choice import DevicePath
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Bucket
+from strategies.jax.comparing.agreement import digest_of
 from strategies.jax.gradients.gradient_programs import JaxGradientPlan
-from strategies.jax.gradients.model_state import FIRST, LOSS_SCALE, PER_REPLICA, control_words
+from strategies.jax.gradients.model_state import ALIKE, FIRST, LOSS_SCALE, PER_REPLICA, ModelStateRule, control_words
 from strategies.jax.gradients.replica_program import ReplicaProgram
 from strategies.jax.on_device.paths import JaxArithmetic
 from strategies.jax.programs.compilation import jit
@@ -188,19 +190,39 @@ class DeviceGradients:
         return buffers if len(set(self._devices.devices)) == 1 else jax.device_put(buffers, device)
 
 
+def _check_alike(rule: ModelStateRule, replicas: Replicas, alike: Sequence[Sequence[Leaf]]) -> None:
+    """Check that all replicas have made the same "alike" leaves of the model state. Collective.
+
+    Raises:
+        ValueError: On all instances, if a replica has made another value than replica 0.
+    """
+    names = [name for name, word in zip(rule.names, rule.reductions, strict=True) if word == ALIKE]
+    digests = [[np.array(digest_of(leaf), np.uint64) for leaf in leaves] for leaves in alike]
+    first, *others = gather_arrays(replicas, digests, "digests of leaves of the model state that are alike")
+    for replica, own in enumerate(others, 1):
+        different = [name for name, one, other in zip(names, first, own, strict=True) if (one != other).any()]
+        if different:
+            raise ValueError(
+                f"replica {replica} has made another value of leaf {different[0]} of the model state than replica 0, "
+                "but model_state_aggregation has 'alike' for it; use 'first', 'mean' or 'per_replica'"
+            )
+
+
 def model_state_after(
     program: ReplicaProgram,
     replicas: Replicas,
+    step: int,
     before: Tree,
     kept: Sequence[Sequence[jax.Array]],
     result: Mapping[str, Sequence[Tree]],
     join: Callable[[Sequence[Sequence[jax.Array]]], Sequence[Tree]],
 ) -> Tree:
-    """Return the new model state. Collective if several instances take leaves of replica 0.
+    """Return the new model state. Collective if several instances take leaves of replica 0, or compare "alike" leaves.
 
     Args:
         program: Computation of a replica.
         replicas: Places of the replicas.
+        step: Number of the step, from 0.
         before: Model state before the step.
         kept: Values that each local replica keeps.
         result: New leaves that have means over all replicas, see `ModelStateRule.put_means`.
@@ -208,6 +230,8 @@ def model_state_after(
     """
     of_state = [program.unpack_kept(of_replica) for of_replica in kept]
     new = {**of_state[0], **result}
+    if new[ALIKE] and not replicas.is_spare and step & (step - 1) == 0:  # in few steps, because digests take time
+        _check_alike(program.rule, replicas, [each[ALIKE] for each in of_state])
     if new[FIRST] and replicas.communicator.size > 1:  # replica 0 is on the first instance
         new[FIRST] = replicas.broadcast(new[FIRST])
     if new[PER_REPLICA]:
@@ -462,5 +486,5 @@ class DevicePending:
         def join(own: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
             return [_joined(rows) for rows in zip(*jax.device_put(own, step.replicas.variables_device), strict=True)]
 
-        after = model_state_after(step.program, step.replicas, before, self.kept, result, join)
+        after = model_state_after(step.program, step.replicas, self.state.step, before, self.kept, result, join)
         return chosen(self.is_finite, after, before)
