@@ -201,6 +201,15 @@ class SeededElements:
         return self._source[index]
 
 
+@contextmanager
+def seeded(source: Data, seed: int, epoch: int, watch: DrawWatch | None = None) -> Iterator[SeededElements]:
+    """Provide the `SeededElements` of an epoch inside the block, and restore the global generators afterwards."""
+    with kept_generators():
+        yield SeededElements(source, seed, epoch, watch)
+        if watch is not None:
+            watch.look()
+
+
 def _states() -> tuple[object, ...]:
     """Return the states of the global generators, to compare them, at a time when no other thread changes them."""
     with drawing:

@@ -18,7 +18,7 @@ from typing_extensions import override
 import strategies.trees as trees
 from strategies.argument_checks import at_least, positive
 from strategies.data.layout import Indices, Layout, epoch_order
-from strategies.data.randomness import DrawWatch, SeededElements, kept_generators
+from strategies.data.randomness import DrawWatch, seeded
 from strategies.typing import Batch, Data, Element, Tree
 from strategies.values import PerReplica
 
@@ -180,11 +180,8 @@ class Steps:
             number: The number of the step.
             watch: A watch that sees whether random numbers are drawn; None if nobody asks.
         """
-        with kept_generators():
-            batch = self._read_from(SeededElements(self._source, self._seed, number // self.per_epoch, watch), number)
-            if watch is not None:
-                watch.look()
-            return batch
+        with seeded(self._source, self._seed, number // self.per_epoch, watch) as elements:
+            return self._read_from(elements, number)
 
     def _read_from(self, source: Data, number: int) -> Batch:
         epoch, step = divmod(number, self.per_epoch)
@@ -214,15 +211,10 @@ class RandomAccessSource(DataSource):
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         for step in range(start, self.steps):
             number = epoch * self.steps + step
-            if self.draws:
-                yield self._steps.read_seeded(number)
-            elif self.runs_code and step == start:
-                watch = DrawWatch()
-                batch = self._steps.read_seeded(number, watch)
-                self.draws = watch.has_seen
-                yield batch
-            else:
-                yield self._steps.read(number)
+            watch = DrawWatch() if self.runs_code and step == start else None
+            batch = self._steps.read_seeded(number, watch) if watch or self.draws else self._steps.read(number)
+            self.draws = self.draws or (watch is not None and watch.has_seen)
+            yield batch
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -41,7 +41,6 @@ from strategies.data.datasets import DistributedDataset
 from strategies.errors import StrategyError
 from strategies.keras.patches import begin_with_epoch, give_methods
 from strategies.keras.state import Callbacks, random_states, set_random_states
-from strategies.trainer import Trainer
 from strategies.values import TrainState
 
 KEPT = 2
@@ -72,6 +71,9 @@ class FitCheckpoints(keras.callbacks.Callback):
         grace_s: Seconds that poprun waits for the last checkpoint after SIGTERM or SIGINT.
         seed: Seed of the shuffle in `fit`. Without this callback NumPy draws the seed, which a resumed job would not
             know.
+
+    Attributes:
+        open: Function of a trainer and a data set that opens the checkpoints of a training.
     """
 
     def __init__(
@@ -79,13 +81,7 @@ class FitCheckpoints(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         self.seed = seed
-        self._open: Callable[..., saved.Checkpoints] = lambda trainer, dataset: saved.Checkpoints(
-            directory, trainer, dataset, every=every, keep=keep, grace_s=grace_s
-        )
-
-    def open(self, trainer: Trainer, dataset: DistributedDataset) -> saved.Checkpoints:
-        """Open the checkpoints of a training."""
-        return self._open(trainer, dataset)
+        self.open = partial(saved.Checkpoints, directory, every=every, keep=keep, grace_s=grace_s)
 
 
 def given_to(callbacks: Callbacks) -> list[keras.callbacks.Callback]:

@@ -7,12 +7,13 @@ number of rows; without training all rows are used, block by block.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import sys
 import types
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn, TypeAlias, final
+from typing import ClassVar, TypeAlias, final
 
 import jax
 import numpy as np
@@ -23,14 +24,9 @@ from strategies.argument_checks import positive
 from strategies.core.engine import Results
 from strategies.data.datasets import DistributedDataset
 from strategies.data.layout import Layout, epoch_order
+from strategies.data.randomness import DrawWatch, kept_generators, seed_for, seeded
 from strategies.data.sources import DataSource, Masked, SourceFactory
-from strategies.keras.patches import (
-    ArrayDataAdapter,
-    DataAdapter,
-    PyDatasetAdapter,
-    can_convert_arrays,
-    get_data_adapter,
-)
+from strategies.keras.patches import ArrayDataAdapter, DataAdapter, can_convert_arrays, get_data_adapter
 from strategies.strategy import Strategy
 from strategies.typing import Batch, Data, Tree
 
@@ -65,13 +61,19 @@ def own_rows(strategy: Strategy, batch: Batch, accumulated: int) -> Batch:
 class NumberedBatches(SourceFactory):
     """Batches that can be read by their numbers; each instance reads the batches of its replicas.
 
+    If they draw random numbers from the global generators of Python, NumPy or PyTorch, these depend on the seed, the
+    epoch and the number alone.
+
     Attributes:
         read: Function that reads a batch by its number.
-        count: Number of batches.
+        count: Number of batches; None if they have no end.
     """
 
     read: Read
-    count: int
+    count: int | None
+
+    def __getitem__(self, number: int) -> Batch:
+        return self.read(number)
 
     @override
     def open(self, layout: Layout, *, seed: int, shuffle: bool) -> DataSource:
@@ -146,44 +148,61 @@ class _Numbered(DataSource):
 
     is_random_access = True
     length: int | None = None
+    runs_code = True
 
     def __init__(self, given: NumberedBatches, layout: Layout, seed: int, shuffle: bool) -> None:
-        self.steps: int = layout.steps(given.count * layout.batch_size)
+        self.steps: int | None = None
+        self._smaller = -1  # number of the batch with fewer rows
+        if given.count is not None:
+            self.steps = layout.steps(given.count * layout.batch_size)
+            with seeded(given, seed, 0) as batches:
+                self._smaller = given.count - 1 if rows_of(batches[given.count - 1]) != layout.batch_size else -1
         self._layout = layout
         self._given = given
         self._seed = seed
         self._shuffle = shuffle
-        self._last_rows = rows_of(given.read(given.count - 1))
 
     @override
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        sharding = _StepSharding(self._layout, start * self._layout.global_batch_size)
-        order, per_step = epoch_order(self._given.count, self._seed, epoch, shuffle=self._shuffle), sharding.per_step
-        for step in range(start, self.steps):
-            numbers = [int(number) for number in order[step * per_step : (step + 1) * per_step]]
-            has_last = self._given.count - 1 in numbers and self._last_rows != self._layout.batch_size
-            if len(numbers) == per_step and not has_last:
-                yield sharding.shard_full_step([self._given.read(numbers[place]) for place in sharding.own])
-            elif (batch := sharding.shard([self._given.read(number) for number in numbers])) is not None:
+        sharding, count = _StepSharding(self._layout, start * self._layout.global_batch_size), self._given.count
+        order: Sequence[int] = range(sys.maxsize)
+        if count is not None:
+            order = epoch_order(count, self._seed, epoch, shuffle=self._shuffle).tolist()
+        for step in range(start, sys.maxsize if self.steps is None else self.steps):
+            numbers = order[step * sharding.per_step : (step + 1) * sharding.per_step]
+            is_full = len(numbers) == sharding.per_step and self._smaller not in numbers
+            own = [numbers[place] for place in sharding.own] if is_full else numbers
+            watch = DrawWatch() if step == start else None
+            if watch is None and not self.draws:
+                read = [self._given[number] for number in own]
+            else:
+                with seeded(self._given, self._seed, epoch, watch) as batches:
+                    read = [batches[number] for number in own]
+                self.draws = self.draws or (watch is not None and watch.has_seen)
+            batch = sharding.shard_full_step(read) if is_full else sharding.shard(read)
+            if batch is not None:
                 yield batch
 
 
 @final
+@dataclass(eq=False)
 class _Stream(DataSource):
     """The source of `StreamOfBatches`."""
 
+    given: StreamOfBatches
+    layout: Layout
     length: int | None = None
 
-    def __init__(self, given: StreamOfBatches, layout: Layout) -> None:
-        self.steps = None if given.count is None else layout.steps(given.count * layout.batch_size)
-        self._layout = layout
-        self._given = given
+    def __post_init__(self) -> None:
+        count = self.given.count
+        self.steps = None if count is None else self.layout.steps(count * self.layout.batch_size)
 
     @override
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        sharding = _StepSharding(self._layout)
-        batches = iter(self._given.begin())
-        for step in itertools.count():
+        sharding = _StepSharding(self.layout)
+        batches = iter(self.given.begin())
+        # If the number of steps is known, always stop at the same batch: a sampler may draw again at its end.
+        for step in range(sys.maxsize if self.steps is None else self.steps):
             taken = list(itertools.islice(batches, sharding.per_step))
             if not taken:
                 return
@@ -243,6 +262,7 @@ class DataArguments:
     steps: int | None = None
 
 
+@dataclass(eq=False)
 class KerasFeed(DataAdapter):
     """A data adapter for Keras's loops, with one batch of the local replicas for each global step.
 
@@ -250,18 +270,24 @@ class KerasFeed(DataAdapter):
         dataset: Data set of the strategy.
         example: Batch of the source, of any size.
         compared: Rows that all instances must have in common.
+        hooks: Functions called at the beginning and at the end of each epoch.
+        seed: Seed of random numbers of the source.
         epoch: Number of the next epoch.
         current: Pass that Keras's loop reads now, maybe through its own iterators.
     """
 
-    def __init__(self, dataset: DistributedDataset, example: Batch, compared: Batch, hooks: Hooks = _NO_HOOKS) -> None:
-        self.dataset = dataset
-        self.example = example
-        self.compared = compared
-        self.epoch = 0
-        self._hooks = hooks
-        self._is_in_epoch = False
+    dataset: DistributedDataset
+    example: Batch
+    compared: Batch
+    hooks: Hooks = _NO_HOOKS
+    seed: int = 0
+    epoch: int = 0
+    has_partial_batch: ClassVar[bool] = False  # Keras need not pad, because batches are padded here
+    partial_batch_size: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
         self.current = FeedEpoch(self)
+        self._in_epoch: int | None = None  # between the hooks
 
     @property
     def num_batches(self) -> int | None:
@@ -275,13 +301,6 @@ class KerasFeed(DataAdapter):
     def batch_size(self) -> int:
         """The number of rows of all replicas in a step."""
         return self.dataset.global_batch_size
-
-    @property
-    def has_partial_batch(self) -> bool:
-        """False: Keras need not pad, because batches are padded here."""
-        return False
-
-    partial_batch_size = None
 
     def get_jax_iterator(self) -> FeedEpoch:
         """Return the batches of the next epoch."""
@@ -300,17 +319,39 @@ class KerasFeed(DataAdapter):
 
     def on_epoch_begin(self) -> None:
         """Call the source's hook once per epoch; Keras may call this more often."""
-        if not self._is_in_epoch:
-            self._is_in_epoch = True
-            self._hooks[0]()
+        if self._in_epoch is None:
+            self._in_epoch = self.epoch
+            self._call(0)
 
     def on_epoch_end(self) -> None:
         """Call the source's hook once per epoch; Keras may call this more often."""
-        if self._is_in_epoch:
-            self._is_in_epoch = False
-            self._hooks[1]()
+        if self._in_epoch is not None:
+            self._call(1)
+            self._in_epoch = None
+
+    def _call(self, number: int) -> None:
+        """Call a hook of the source, with random numbers that depend on the seed and the epoch alone."""
+        with kept_generators():
+            seed_for(self.seed, self._in_epoch or 0, -1 - number)  # no batch has this number
+            self.hooks[number]()
+
+    def replay(self) -> None:
+        """Bring the source from its beginning to the position: call its hooks, and read earlier epochs of a stream.
+
+        A stream may have another order in each pass. Keras makes no pass over an epoch without a step that is left.
+        """
+        position = self.dataset.position()
+        for epoch in range(position.epoch + (position.step == self.num_batches)):
+            self.begin_with(epoch)
+            self.on_epoch_begin()
+            if not self.dataset.is_random_access:
+                collections.deque(self.dataset.epoch(epoch), maxlen=0)
+            if epoch < position.epoch:
+                self.on_epoch_end()
+        self.dataset.restore(position)
 
 
+@dataclass(eq=False)
 class FeedEpoch(Iterator[Batch]):
     """One epoch of a feed: training reads its batches, and evaluation and prediction read their results.
 
@@ -321,8 +362,9 @@ class FeedEpoch(Iterator[Batch]):
         feed: Feed of the epoch.
     """
 
-    def __init__(self, feed: KerasFeed) -> None:
-        self.feed = feed
+    feed: KerasFeed
+
+    def __post_init__(self) -> None:
         self._batches: Iterator[Batch] | None = None
         self._results: Generator[Results, None, None] | None = None
         self._taken = 0
@@ -393,8 +435,10 @@ def open_feed(
             source = np.arange(rows_of(source), dtype=np.int32), source
         shuffles = shuffle != "batch" and bool(shuffle)
     else:
-        source, example, hooks = _of_batches(given)
+        source, example, hooks = _of_batches(given, seed)
         compared, rows = example, rows_of(example)
+        if given.steps and not trains and isinstance(source, StreamOfBatches):  # leave the rest for the next pass
+            source = replace(source, count=min(source.count or sys.maxsize, given.steps * replicas))
         shuffles = bool(shuffle) and isinstance(given.x, PyDataset)
     dataset = strategy.distribute_dataset(
         source,
@@ -403,9 +447,9 @@ def open_feed(
         shuffle=shuffles,
         remainder="short" if trains else "pad",
         gradient_accumulation_count=accumulated,
-        prefetch=prefetch,
+        prefetch=0 if _changes_between_batches(given) else prefetch,
     )
-    feed = KerasFeed(dataset, example, compared, hooks)
+    feed = KerasFeed(dataset, example, compared, hooks, seed)
     if trains and feed.num_batches == 0:
         _check_enough_rows(rows * source.count, replicas, accumulated)
     return feed
@@ -467,83 +511,57 @@ def _of_arrays(given: DataArguments, per_step: int) -> tuple[Batch, Batch, int]:
     return arrays, jax.tree.map(lambda leaf: leaf[:size], arrays), size
 
 
-def _of_batches(given: DataArguments) -> tuple[NumberedBatches | StreamOfBatches, Batch, Hooks]:
-    """Return batches `(x, y, sample_weight)` of a source other than arrays, the first batch, and the epoch's hooks."""
+def _changes_between_batches(given: DataArguments) -> bool:
+    """Return whether reading ahead would change rows: a later pass goes on, or a hook comes within a pass."""
+    x = given.x
+    if given.steps is None or not isinstance(x, PyDataset):
+        return isinstance(x, types.GeneratorType)
+    return any(getattr(type(x), name) is not getattr(PyDataset, name) for name in ("on_epoch_begin", "on_epoch_end"))
+
+
+def _of_batches(given: DataArguments, seed: int) -> tuple[NumberedBatches | StreamOfBatches, Batch, Hooks]:
+    """Return batches `(x, y, sample_weight)` of a source other than arrays, the first batch, and the epoch's hooks.
+
+    Raises:
+        ValueError: If there is no batch, or there is no end and the length of an epoch is not given.
+    """
     x = given.x
     adapter = get_data_adapter(  # refuses arguments that the source does not take
         x, given.y, sample_weight=given.sample_weight, class_weight=given.class_weight
     )
-    if isinstance(x, PyDataset):
+    hooks, grain = (adapter.on_epoch_begin, adapter.on_epoch_end), sys.modules.get("grain")
+    numbered: NumberedBatches | None = None
+    if isinstance(x, PyDataset):  # read without Keras's workers; batches are prepared ahead here
+        numbered = NumberedBatches(lambda number: _standard(adapter._standardize_batch(x[number])), x.num_batches)
         hooks = (x.on_epoch_begin, x.on_epoch_end)
-        read = _reader(x, given.class_weight)
-        return *_numbered(read, x.num_batches, given), hooks
-    if _is_map_dataset(x):
-        count = None if len(x) == sys.maxsize else len(x)  # grain's length of endless data sets
-        return *_numbered(lambda number: _standard(x[number]), count, given), _NO_HOOKS
-    if given.steps is None and _has_no_end(x):
-        _raise_endless(x)
+    elif grain is not None and isinstance(x, grain.MapDataset):  # its length is sys.maxsize if it is endless
+        numbered = NumberedBatches(lambda number: _standard(x[number]), None if len(x) == sys.maxsize else len(x))
+    if given.steps is None and (_has_no_end(x) if numbered is None else numbered.count is None):
+        raise ValueError(
+            f"the {type(x).__name__} is an infinite dataset, and the end of an epoch is not given; give "
+            "steps_per_epoch to fit, validation_steps for its validation data, or steps to evaluate and predict"
+        )
+    if numbered is not None:
+        with seeded(numbered, seed, 0) as elements:
+            return numbered, elements[0], hooks
 
     def begin() -> Iterator[Batch]:
         return map(_standard, adapter.get_numpy_iterator())
 
-    hooks = (adapter.on_epoch_begin, adapter.on_epoch_end)
-    if isinstance(x, types.GeneratorType):
-        return *_peeked(begin(), x), hooks
-    return StreamOfBatches(begin, adapter.num_batches), _peeked(begin(), x)[1], hooks
-
-
-def _numbered(
-    read: Callable[[int], Batch], count: int | None, given: DataArguments
-) -> tuple[NumberedBatches | StreamOfBatches, Batch]:
-    """Return batches that can be read by their numbers, and the first batch.
-
-    Raises:
-        ValueError: If they have no end (`count` is None), and the length of an epoch is not given.
-    """
-    if count is not None:
-        return NumberedBatches(read, count), read(0)
-    if given.steps is None:
-        _raise_endless(given.x)
-    return _peeked(map(read, itertools.count()), given.x)
+    batches = begin()
+    first = next(batches, None)
+    if first is None:
+        raise ValueError(f"the {type(x).__name__} has no batch; give at least one")
+    if isinstance(x, types.GeneratorType):  # a later pass goes on where reading stopped
+        whole = itertools.chain([first], batches)
+        return StreamOfBatches(lambda: whole), first, hooks
+    return StreamOfBatches(begin, adapter.num_batches), first, hooks
 
 
 def _has_no_end(x: Data) -> bool:
     """Return whether `x` is a `tf.data.Dataset` that repeats forever; the length of other streams is unknown."""
     cardinality = getattr(x, "cardinality", None)
     return callable(cardinality) and int(cardinality()) == -1  # tf.data.INFINITE_CARDINALITY
-
-
-def _raise_endless(x: Data) -> NoReturn:
-    raise ValueError(
-        f"the {type(x).__name__} is an infinite dataset, and the end of an epoch is not given; give steps_per_epoch to "
-        "fit, validation_steps for its validation data, or steps to evaluate and predict"
-    )
-
-
-def _is_map_dataset(x: Data) -> bool:
-    """Return whether `x` is a data set of grain, whose batches have numbers."""
-    grain = sys.modules.get("grain")
-    return grain is not None and isinstance(x, grain.MapDataset)
-
-
-def _reader(x: PyDataset, class_weight: Mapping[int, float] | None) -> Callable[[int], Batch]:
-    """Return a reader of batches by their numbers, as Keras reads without workers; batches are prepared ahead here."""
-    adapter = PyDatasetAdapter.__new__(PyDatasetAdapter)
-    adapter.py_dataset, adapter.class_weight = x, class_weight
-    return lambda number: _standard(adapter._standardize_batch(x[number]))
-
-
-def _peeked(batches: Iterator[Batch], given: Data) -> tuple[StreamOfBatches, Batch]:
-    """Return a stream of all batches, and the first batch. A later start of the stream goes on where reading stopped.
-
-    Raises:
-        ValueError: If there is no batch.
-    """
-    first = next(batches, None)
-    if first is None:
-        raise ValueError(f"the {type(given).__name__} has no batch; give at least one")
-    whole = itertools.chain([first], batches)
-    return StreamOfBatches(lambda: whole), first
 
 
 def _standard(batch: Tree) -> Batch:

@@ -24,12 +24,7 @@ from strategies.jax.programs.dataflow import depends_on
 from strategies.jax.replicas.replica_context import get_replica_context
 from strategies.keras.checks import is_own
 from strategies.keras.patches import Method, method_replaced
-from strategies.keras.state import (
-    Array,
-    ModelFunctions,
-    Values,
-    shape_of,
-)
+from strategies.keras.state import Array, ModelFunctions, Values, shape_of
 from strategies.typing import Batch, Tree, Variables
 
 Mean: TypeAlias = Callable[[Tree], Tree]

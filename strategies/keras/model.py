@@ -37,12 +37,7 @@ from strategies.keras.data import DataArguments, FeedEpoch, KerasFeed, Shuffle, 
 from strategies.keras.extensions import Extensions, ModelOptions
 from strategies.keras.patches import begin_with_epoch, train_validation_split
 from strategies.keras.state import Callbacks, ModelClass, State, seeds_of
-from strategies.keras.training import (
-    OwnTrainFunction,
-    PredictFunction,
-    StockTrainFunction,
-    TestFunction,
-)
+from strategies.keras.training import OwnTrainFunction, PredictFunction, StockTrainFunction, TestFunction
 from strategies.strategy import Strategy
 from strategies.typing import Batch, Data, Tree
 
@@ -326,12 +321,7 @@ class ReplicatedModel:
             function.function.unite()
 
     def _check(
-        self,
-        called: str,
-        step: str,
-        is_compiled: bool = True,
-        has_checkpoints: bool = False,
-        validates: bool = False,
+        self, called: str, step: str, is_compiled: bool = True, has_checkpoints: bool = False, validates: bool = False
     ) -> None:
         """Refuse a call that replicas cannot carry out. On a spare, wait for the end of the job."""
         self.in_scope.replicas.journal.begin_unrepeatable(f"{called} of Keras")
@@ -379,6 +369,7 @@ class ReplicatedModel:
         saved = function.resume(shapes, lambda trainer: SavedFit(checkpoints.open(trainer, dataset), dataset))
         if saved.first_epoch:
             begin_with_epoch(self._model, saved.first_epoch)
+        feed.replay()
         function.saved = saved
         try:
             with saved:
@@ -389,11 +380,11 @@ class ReplicatedModel:
     def _feed(
         self, given: DataArguments, *, trains: bool, shuffle: Shuffle = False, seed: int | None = None
     ) -> KerasFeed:
-        if not (trains and shuffle):
+        if not trains or not (shuffle or isinstance(given.x, keras.utils.PyDataset)):
             seed = 0
         elif seed is None:  # NumPy draws it on instance 0, as Keras draws each permutation
             drawn = int(np.random.randint(2**31 - 1))
-            seed = number_of_leader(self.strategy.replicas, drawn, "seed of a shuffle")
+            seed = number_of_leader(self.strategy.replicas, drawn, "seed of the data")
         feed = open_feed(
             given,
             self.strategy,

@@ -20,7 +20,6 @@ from keras.src.trainers.data_adapters import get_data_adapter
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter, can_convert_arrays
 from keras.src.trainers.data_adapters.array_slicing import train_validation_split
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.utils.python_utils import is_default
 
 from strategies.keras.state import Array, Logs
@@ -29,7 +28,6 @@ __all__ = [
     "ArrayDataAdapter",
     "DataAdapter",
     "Node",
-    "PyDatasetAdapter",
     "can_convert_arrays",
     "get_data_adapter",
     "train_validation_split",

@@ -1,9 +1,10 @@
 """Checkpoints of a strategy under `fit`: resumed on other numbers of instances, the bits of an unbroken training."""
 
 import keras
+import numpy as np
 import pytest
 from keras import layers
-from small_models import TARGETS, X, bits_of, dense
+from small_models import TARGETS, Batches, X, bits_of, dense, regression
 from tiers import first_of
 
 import strategies
@@ -61,6 +62,37 @@ def test_a_training_resumed_on_other_instances_has_the_bits_of_one_that_never_st
     for (found, told), done in in_scopes(2, resumed):
         assert found == done == bits
         assert told == {name: values[1:] for name, values in history.items()}
+
+
+class Reordered(Batches):
+    def __init__(self):
+        super().__init__()
+        self.order = np.arange(self.count)
+
+    def __getitem__(self, number):
+        return super().__getitem__(self.order[number])
+
+    def on_epoch_end(self):
+        np.random.shuffle(self.order)
+
+
+def shuffled_loader():
+    torch = pytest.importorskip("torch")
+    rows = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(TARGETS))
+    return torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("make", [Reordered, shuffled_loader])
+def test_data_whose_order_changes_with_each_epoch_go_on_with_the_order_of_the_resumed_epoch(in_scopes, tmp_path, make):
+    def trained(folder, epochs):
+        model = regression()
+        saved = strategies.keras.Checkpoints(tmp_path / folder)
+        model.fit(make(), epochs=epochs, verbose=0, shuffle=False, callbacks=[saved])
+        return bits_of(model)
+
+    [bits] = in_scopes(1, lambda strategy: trained("whole", 3))
+    in_scopes(1, lambda strategy: trained("folder", 2))
+    assert in_scopes(2, lambda strategy: trained("folder", 3)) == [bits] * 2
 
 
 def test_a_later_training_begins_with_its_own_first_epoch(alone, tmp_path):

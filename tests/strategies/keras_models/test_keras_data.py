@@ -134,6 +134,102 @@ def test_all_instances_shuffle_data_in_the_same_way(in_scopes):
     assert len(set(one)) == 3
 
 
+class Noisy(Batches):
+    """A source that draws when it is read."""
+
+    def __getitem__(self, number):
+        rows, targets = super().__getitem__(number)
+        return rows + np.random.standard_normal(rows.shape).astype(np.float32), targets
+
+
+class Reordered(Batches):
+    """A source that draws another order at the end of an epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = np.arange(self.count)
+
+    def __getitem__(self, number):
+        return super().__getitem__(self.order[number])
+
+    def on_epoch_end(self):
+        np.random.shuffle(self.order)
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize("kind", [Noisy, Reordered])
+def test_random_numbers_of_a_source_do_not_depend_on_the_spread(in_scopes, monkeypatch, kind, steps):
+    """Each instance reads its own batches only. With two steps an epoch, hooks come while a pass is read."""
+    monkeypatch.setattr(np.random, "randint", lambda most: 7)  # the seed of a training: threads share NumPy's state
+
+    def program(strategy):
+        model = regression()
+        evaluated = model.evaluate(kind(), verbose=0)
+        model.fit(kind(), shuffle=False, epochs=3, steps_per_epoch=steps, verbose=0)
+        return bits_of(model), evaluated
+
+    [one] = in_scopes(1, program)
+    assert in_scopes(2, program) == [one] * 2
+
+
+def test_another_training_draws_other_numbers(alone):
+    def program(strategy):
+        np.random.seed(3)
+        models = [regression() for _ in range(2)]
+        for model in models:
+            model.fit(Noisy(), shuffle=False, verbose=0)
+        return [bits_of(model) for model in models]
+
+    one, other = alone(program)
+    assert one != other
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_generator_gives_each_pass_exactly_its_batches(in_scopes, steps):
+    """A pass that reads ahead would take batches from the next one, maybe other ones on each instance."""
+
+    def program(strategy):
+        taken = []
+
+        def generator():
+            for number in itertools.cycle(range(COUNT)):
+                taken.append(number)
+                yield Batches()[number]
+
+        model, data, counts = regression(), generator(), []
+        for _ in range(2):
+            model.evaluate(data, steps=steps, verbose=0)
+            counts.append(len(taken))
+        model.fit(data, steps_per_epoch=steps, epochs=2, validation_data=data, validation_steps=steps, verbose=0)
+        return [*counts, len(taken)]
+
+    batches = 4 * steps
+    assert in_scopes(2, program) == [[batches, 2 * batches, 6 * batches]] * 2
+
+
+def test_endless_batches_with_numbers_begin_again_in_each_evaluation(in_scopes):
+    class Endless(Batches):
+        @property
+        def num_batches(self):
+            return None
+
+        def __getitem__(self, number):
+            return super().__getitem__(number % COUNT)
+
+    def program(strategy):
+        model, data = regression(), Endless()
+        again = [model.evaluate(data, steps=2, verbose=0) for _ in range(2)]
+        model.optimizer.learning_rate = 0.0
+        told = model.fit(
+            data, steps_per_epoch=1, epochs=3, validation_data=data, validation_steps=2, shuffle=False, verbose=0
+        )
+        return [*again, *told.history["val_loss"]], told.history["loss"]
+
+    for evaluated, trained in in_scopes(2, program):
+        assert len(set(evaluated)) == 1
+        assert len(set(trained)) == 3  # training goes on in the next epoch
+
+
 def test_batches_with_numbers_have_the_weights_of_their_classes(alone):
     class Kinds(Numbered):
         def __getitem__(self, number):
