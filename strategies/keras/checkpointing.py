@@ -18,9 +18,10 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 import keras
 from keras import tree
@@ -37,8 +38,8 @@ from strategies.checkpoints.sealed_folders import (
     seal,
     sibling,
 )
-from strategies.data.datasets import DistributedDataset
 from strategies.errors import StrategyError
+from strategies.keras.data import KerasFeed
 from strategies.keras.patches import begin_with_epoch, give_methods
 from strategies.keras.state import Callbacks, random_states, set_random_states
 from strategies.values import TrainState
@@ -104,45 +105,36 @@ def given_in(callbacks: Callbacks) -> FitCheckpoints | None:
 class SavedFit:
     """The checkpoints of a running `fit`, with the position of its data set.
 
+    Args:
+        opened: Checkpoints.
+        feed: Feed of the data set.
+
     Attributes:
         first_epoch: Epoch with which `fit` begins.
         skipped: Number of steps of this epoch that were made earlier.
     """
 
-    def __init__(self, opened: saved.Checkpoints, dataset: DistributedDataset) -> None:
+    def __init__(self, opened: saved.Checkpoints, feed: KerasFeed) -> None:
         self.skipped = 0
         self.first_epoch = 0
         self._opened = opened
-        self._dataset = dataset
+        self._feed = feed
         self._last: TrainState | None = None
 
-    def __enter__(self) -> SavedFit:
-        """Enter the `strategies.Checkpoints`."""
-        self._opened.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Save the last step, but not after an error."""
-        if error is None and self._last is not None:
-            self._opened.save(self._last)
-        self._opened.__exit__(kind, error, trace)
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Enter the `strategies.Checkpoints` for the block, and save its last step, but not after an error."""
+        with self._opened:
+            yield
+            if self._last is not None:
+                self._opened.save(self._last)
 
     def restored(self, state: TrainState) -> TrainState:
         """Return the state of the newest checkpoint; `state` itself without one. Collective."""
         found = self._opened.restore(state)
-        position = self._dataset.position()
+        position = self._feed.dataset.position()
         self.first_epoch, self.skipped = position.epoch, position.step
         return found
-
-    @property
-    def _is_at_end(self) -> bool:
-        """Whether all steps of the epoch were made before the job was resumed, and none is left to skip."""
-        try:
-            return not self.skipped and self._dataset.position().step == len(self._dataset)
-        except TypeError:  # a stream of unknown length
-            return False
 
     def skip(self, steps: int) -> int:
         """Return the number of the next `steps` that were made earlier.
@@ -151,7 +143,8 @@ class SavedFit:
         """
         skipped = min(self.skipped, steps)
         self.skipped -= skipped
-        return steps if skipped and self._is_at_end else skipped
+        is_at_end = not self.skipped and self._feed.dataset.position().step == self._feed.num_batches
+        return steps if skipped and is_at_end else skipped
 
     def after_step(self, state: TrainState) -> None:
         """Save if a checkpoint is due; raise `SystemExit` if a signal has asked the job to end."""

@@ -365,14 +365,13 @@ class ReplicatedModel:
         function = self._model.train_function.function
         rows = feed.batch_size // self.strategy.num_replicas_in_sync * len(self.strategy.replicas.local_replicas)
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), feed.example)
-        dataset = feed.dataset
-        saved = function.resume(shapes, lambda trainer: SavedFit(checkpoints.open(trainer, dataset), dataset))
+        saved = function.resume(shapes, lambda trainer: SavedFit(checkpoints.open(trainer, feed.dataset), feed))
         if saved.first_epoch:
             begin_with_epoch(self._model, saved.first_epoch)
         feed.replay()
         function.saved = saved
         try:
-            with saved:
+            with saved.saving():
                 yield
         finally:
             function.saved = None

@@ -120,6 +120,9 @@ def reductions_of(variables: Sequence[keras.Variable], flags: Sequence[bool], is
         variables: Variables that are not trained.
         flags: For each variable, whether it is the state of a seed generator.
         is_changed: For each variable, whether a step changes it.
+
+    Raises:
+        StrategyError: If a variable that a step changes is to be summed.
     """
     return [
         ALIKE if flag else _reduction(variable) if changed else CONSTANT
@@ -128,6 +131,11 @@ def reductions_of(variables: Sequence[keras.Variable], flags: Sequence[bool], is
 
 
 def _reduction(variable: keras.Variable) -> str:
+    if variable.aggregation == "sum":
+        raise StrategyError(
+            f"variable {variable.path!r} has aggregation='sum', but layers get means over replicas; use "
+            "aggregation='mean' and add values multiplied by num_replicas_in_sync, or count in a metric"
+        )
     is_float = jnp.issubdtype(variable.dtype, jnp.floating)
     return MEAN if is_float and variable.aggregation != "only_first_replica" else FIRST
 

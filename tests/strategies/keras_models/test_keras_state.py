@@ -5,7 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 import keras
 import numpy as np
+import pytest
 
+from strategies.errors import StrategyError
 from strategies.jax.gradients.model_state import ALIKE, CONSTANT, FIRST, MEAN
 from strategies.keras.state import Seeds, reductions_of
 
@@ -42,3 +44,12 @@ def test_replicas_agree_on_a_variable_by_its_aggregation():
     variables = [first, mean, count, mean, count]
     flags, changed = [False] * 4 + [True], [True] * 3 + [False, True]
     assert reductions_of(variables, flags, changed) == [FIRST, MEAN, FIRST, CONSTANT, ALIKE]
+
+
+def test_a_variable_that_is_to_be_summed_is_refused_if_a_step_changes_it():
+    """Its mean, or replica 0's count, would silently be another number than with one replica."""
+    for dtype in ("float32", "int32"):
+        total = keras.Variable(0, trainable=False, dtype=dtype, aggregation="sum")
+        assert reductions_of([total], [False], [False]) == [CONSTANT]
+        with pytest.raises(StrategyError, match="has aggregation='sum', but layers get means over replicas; use"):
+            reductions_of([total], [False], [True])
