@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 import keras
 import numpy as np
-from keras.callbacks import CallbackList
+from keras.callbacks import CallbackList, CSVLogger, ProgbarLogger, RemoteMonitor, TensorBoard
 from typing_extensions import override
 
 from strategies.core.agreement import Terms, insist_on_agreement
@@ -196,10 +196,8 @@ def _variables(model: keras.Model) -> list[keras.Variable]:
 
 
 def _is_same(one: Array, other: Array) -> bool:
-    if one is other:
-        return True
     is_scalar = np.ndim(one) == 0 == np.ndim(other)  # Keras copies scalars
-    return is_scalar and np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    return one is other or (is_scalar and np.asarray(one).tobytes() == np.asarray(other).tobytes())
 
 
 def _arrays(state: State) -> list[Array]:
@@ -268,12 +266,7 @@ def _value(array: Array) -> str:
 
 # ---- callbacks
 
-WRITERS: tuple[type, ...] = (
-    keras.callbacks.ProgbarLogger,
-    keras.callbacks.CSVLogger,
-    keras.callbacks.RemoteMonitor,
-    keras.callbacks.TensorBoard,
-)
+WRITERS: tuple[type, ...] = (ProgbarLogger, CSVLogger, RemoteMonitor, TensorBoard)
 """The callbacks that only write; other instances need nothing from them."""
 
 Callback: TypeAlias = Any
@@ -333,7 +326,7 @@ class OnChief(keras.callbacks.Callback):
 
     def _catch_up(self) -> None:
         missed, self._missed = self._missed, {}
-        if "on_train_begin" in missed and isinstance(self.callback, keras.callbacks.CSVLogger):
+        if "on_train_begin" in missed and isinstance(self.callback, CSVLogger):
             self.callback.append = True  # the lost chief wrote the earlier lines
         for call in missed.values():
             call()
@@ -454,7 +447,7 @@ def listed(callbacks: Callbacks, running: RunningLoop, **settings: object) -> Ca
         StrategyError: If a callback needs a library that is not installed, or already writes on every instance.
     """
     is_new = not isinstance(callbacks, CallbackList)
-    boards = [each for each in given_to(callbacks) if isinstance(each, keras.callbacks.TensorBoard)]
+    boards = [each for each in given_to(callbacks) if isinstance(each, TensorBoard)]
     _check_tensorboards(boards, is_set_everywhere=not is_new and running.strategy.num_instances > 1)
     has_bar = settings.get("verbose") != 0
     prepared: CallbackList = CallbackList(callbacks, add_progbar=has_bar, **settings) if is_new else callbacks

@@ -218,8 +218,12 @@ class _WholeBackups:
             for path in self._folder.glob(f"backup_*{suffix}"):
                 clear(path)
         found = self._newest()
+        if found is None and (self._folder / _WEIGHTS).exists():
+            raise StrategyError(
+                f"{self._folder} has a backup that Keras wrote outside of a strategy. Its files may be of two epochs, "
+                "and lack the states of seed generators; end that training outside of a scope, or use another folder"
+            )
         if found is None:
-            self._check_no_keras_backup()
             return
         model, training = self._callback.model, json.loads((found / TRAINING).read_text())
         if model.optimizer is not None and not model.optimizer.built:
@@ -246,10 +250,3 @@ class _WholeBackups:
         if list(self._folder.glob(f"backup_*{DAMAGED}")):
             logger.warning("no backup in %s is intact; the training begins anew", self._folder)
         return None
-
-    def _check_no_keras_backup(self) -> None:
-        if (self._folder / _WEIGHTS).exists():
-            raise StrategyError(
-                f"{self._folder} has a backup that Keras wrote outside of a strategy. Its files may be of two epochs, "
-                "and lack the states of seed generators; end that training outside of a scope, or use another folder"
-            )

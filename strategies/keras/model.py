@@ -35,7 +35,7 @@ from strategies.keras.checks import (
 )
 from strategies.keras.data import DataArguments, FeedEpoch, KerasFeed, Shuffle, open_feed, own_rows, rows_of_replica
 from strategies.keras.extensions import Extensions, ModelOptions
-from strategies.keras.patches import begin_with_epoch, train_validation_split
+from strategies.keras.patches import begin_with_epoch, finalized_if_whole, give_back, train_validation_split
 from strategies.keras.state import Callbacks, ModelClass, State, seeds_of
 from strategies.keras.training import OwnTrainFunction, PredictFunction, StockTrainFunction, TestFunction
 from strategies.strategy import Strategy
@@ -45,6 +45,8 @@ logger = logging.getLogger("strategies.keras")
 
 _NOT_COMPARED = ("self", "x", "y", "verbose", "callbacks")
 """Arguments of `fit` that may differ between instances, or are compared in another way."""
+_PASSED = ("epochs", "initial_epoch", "steps_per_epoch", "validation_steps", "validation_freq")
+"""Arguments of `fit` that mean the same for Keras's own."""
 COMPARED = 3
 """The number of first batches of `train_on_batch` whose rows instances compare."""
 
@@ -159,7 +161,10 @@ class ReplicatedModel:
             x, y, sample_weight = unpack_x_y_sample_weight(validation_data)
             validation = self._feed(DataArguments(x, y, sample_weight, None, size, validation_steps), trains=False)
         steps = steps_per_epoch or feed.num_batches
-        self._say_batch_size(feed)
+        count, replicas = self.options.micro_batches, self.strategy.num_replicas_in_sync
+        numbers = feed.batch_size, feed.batch_size // (count * replicas), count, replicas
+        text = "fit: global batch %d = batch_size %d x %d accumulated x %d replicas; an epoch's last one may be smaller"
+        logger.info(text, *numbers)
         stack = ExitStack()
 
         def resume() -> None:
@@ -169,18 +174,10 @@ class ReplicatedModel:
         begin_with_epoch(self._model, 0)  # where an earlier `fit` was resumed
         running = RunningLoop(self._model, self.strategy, feed.begin_with, self.unite, resume, self._made, self._watch)
         prepared = listed(callbacks, running, verbose=verbose, epochs=epochs, steps=steps, add_history=True)
+        stack.enter_context(finalized_if_whole(self._model.optimizer))
         with self._while(running, train=feed, test=validation), stack:
-            return self.stock.fit(
-                self._model,
-                feed,
-                epochs=epochs,
-                callbacks=prepared,
-                validation_data=validation,
-                initial_epoch=initial_epoch,
-                steps_per_epoch=steps_per_epoch,
-                validation_steps=validation_steps,
-                validation_freq=validation_freq,
-            )
+            passed = {name: arguments[name] for name in _PASSED}
+            return self.stock.fit(self._model, feed, callbacks=prepared, validation_data=validation, **passed)
 
     def evaluate(
         self,
@@ -276,7 +273,6 @@ class ReplicatedModel:
     def make_train_function(self, force: bool = False) -> None:
         """Make the function of training, if it is missing or `force` is set; Keras calls it before it trains."""
         if self._model.train_function is None or force:
-            check_model_optimizer(self._model.optimizer, self.options.accumulated is not None)
             steps = self.options.executed(self._steps_per_execution)
             kind = OwnTrainFunction if is_own(self.stock, "train_step") else StockTrainFunction
             staged = self._extensions.staged
@@ -330,6 +326,7 @@ class ReplicatedModel:
         if is_compiled:
             self._model._assert_compile_called(called)
         if step == "train_step":
+            check_model_optimizer(self._model.optimizer, self.options.accumulated is not None)
             if is_own(self.stock, step):  # an own train_step may have optimizers for parts of the model
                 check_options_of_own_step(self.stock, self.options, has_checkpoints)
             else:
@@ -395,17 +392,6 @@ class ReplicatedModel:
         )
         check_same_rows(self.strategy.replicas, feed.compared)
         return feed
-
-    def _say_batch_size(self, feed: KerasFeed) -> None:
-        count, replicas = self.options.micro_batches, self.strategy.num_replicas_in_sync
-        logger.info(
-            "fit: global batch %d = batch_size %d x %d accumulated x %d replicas; the last batch of an epoch may have "
-            "fewer rows",
-            feed.batch_size,
-            feed.batch_size // (count * replicas),
-            count,
-            replicas,
-        )
 
     @contextmanager
     def _while(self, running: RunningLoop, **feeds: KerasFeed | None) -> Iterator[None]:
@@ -505,7 +491,11 @@ class _Called:
         feed = self.feed()
         if self.watch is not None:
             self.watch.before_step(state)
-        returned, state = self.function(state, self.of_one(iterator) if feed is None else feed.current)
+        try:
+            returned, state = self.function(state, self.of_one(iterator) if feed is None else feed.current)
+        except BaseException:
+            give_back(self.function.model, state)
+            raise
         if self.watch is not None:
             self.watch.after_step(state)
         return returned, state

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 import jax
@@ -22,7 +22,7 @@ from keras.src.trainers.data_adapters.array_slicing import train_validation_spli
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.utils.python_utils import is_default
 
-from strategies.keras.state import Array, Logs
+from strategies.keras.state import Array, Logs, State
 
 __all__ = [
     "ArrayDataAdapter",
@@ -150,6 +150,28 @@ def hold_place(variable: keras.Variable) -> None:
     """Give a variable zeros that take no memory: Keras's `assign` allocates the variable's size."""
     zeros: np.ndarray = np.broadcast_to(np.zeros((), variable.dtype), variable.shape)
     variable._value = zeros
+
+
+def give_back(model: keras.Model, state: State) -> None:
+    """Give variables their values that Keras's loop has taken away: it loses them if its first step fails."""
+    of_optimizer = [model.optimizer.variables] if len(state) == 4 else []  # only `fit` takes these
+    parts = (model.trainable_variables, model.non_trainable_variables, *of_optimizer, model.metrics_variables)
+    for variable, value in (pair for pairs in map(zip, parts, state) for pair in pairs):
+        variable._value = value if variable._value is None else variable._value
+
+
+def finalized_if_whole(optimizer: keras.Optimizer) -> AbstractContextManager[None]:
+    """Let an optimizer replace weights by its means inside the block only if no variable has zeros of `hold_place`.
+
+    Keras does this also after an error in `fit`.
+    """
+    finalize: Method = optimizer.finalize_variable_values
+
+    def finalize_whole(variables: object) -> None:
+        if not any(isinstance(one._value, np.ndarray) and 0 in one._value.strides for one in optimizer.variables):
+            finalize(variables)
+
+    return method_replaced(optimizer, "finalize_variable_values", finalize_whole)
 
 
 def begin_with_epoch(model: keras.Model, epoch: int) -> None:

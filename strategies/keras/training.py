@@ -220,25 +220,33 @@ class StockTrainFunction(TrainFunction):
         self._skipped: Number = 0
         self._parts: list[Array] | None = None  # this instance's parts of the optimizer state
         self._held: StoredShards | None = None  # the replicas that these parts belong to, if others have copies of them
+        self._shown: list[Array] = []  # the whole values that Keras got last in place of the parts
+
+    def _take_changes(self, inner: Sequence[Array | None]) -> None:
+        """Forget the parts if the program has replaced values that `unite` has given to Keras: those are whole."""
+        if any(new is not old for new, old in zip(inner[self._optimizer.num_whole :], self._shown, strict=False)):
+            self.begin()
 
     @override
     def unite(self) -> None:
+        self._take_changes([variable._value for variable in self._optimizer.variables])
         if self._parts is None:
             return
         assert self.trainer is not None
         self.model.jax_state_sync()  # within an epoch Keras's loop holds the values of variables
         trained = [variable.value for variable in self.model.trainable_variables]
         held = self.trainer.whole(TrainState(trained, self._parts, self.steps_made, held=self._held)).optimizer_state
-        variables = self._optimizer.variables
+        variables, count = self._optimizer.variables, self._optimizer.num_whole
         for number, (variable, value) in enumerate(zip(variables, held, strict=True)):
-            if number >= self._optimizer.num_whole:  # Keras holds the variables before these whole
+            if number >= count:  # Keras holds the variables before these whole
                 is_cut = isinstance(value, PartOfArray)
                 variable.assign(np.array(value.gather(f"optimizer state/{number}") if is_cut else value))
+        self._shown = [variable.value for variable in variables[count:]]
 
     @override
     def begin(self) -> None:
         super().begin()
-        self._parts = None
+        self._parts, self._held, self._shown = None, None, []
 
     def resume(self, batch: Batch, open_saved: Callable[[Trainer], SavedFit]) -> SavedFit:
         """Continue from the newest checkpoint, and give its state to Keras. Collective.
@@ -271,13 +279,13 @@ class StockTrainFunction(TrainFunction):
         trained, others, of_optimizer, metrics = state
         own, inner = self._optimizer.divide(of_optimizer)
         step = self.steps_made if self._is_adopted else self._optimizer.step_of(inner)
+        self._take_changes(inner)
         if self._parts is not None:  # Keras holds the whole variables before the parts, and callbacks change them
             count = self._optimizer.num_whole
             inner = [*inner[:count], *self._parts[count:]]
         scale = self._optimizer.scale_of(own, self._skipped)
         model_state = {VARIABLES: list(others), METRICS: list(metrics)}
-        held = None if self._parts is None else self._held
-        return own, TrainState(list(trained), inner, step, scale, model_state=model_state, held=held)
+        return own, TrainState(list(trained), inner, step, scale, model_state=model_state, held=self._held)
 
     @override
     def _joined(self, own: Values, state: TrainState) -> State:
@@ -287,6 +295,7 @@ class StockTrainFunction(TrainFunction):
         if self.trainer is not None and self.trainer.is_sharded:
             self._parts, self._held, inner = inner, state.held, inner[: self._optimizer.num_whole]
             self._optimizer.hold_places()
+            self._shown = []
         of_optimizer = [*self._optimizer.with_scale(own, state.loss_scale), *inner]
         return state.variables, state.model_state[VARIABLES], of_optimizer, state.model_state[METRICS]
 
@@ -558,12 +567,13 @@ class _Function(ABC):
 
     Attributes:
         kind: Class of the task for each batch.
+        model: Model.
     """
 
     kind: ClassVar[type[_OfRows]]
 
     def __init__(self, model: keras.Model, strategy: Strategy, steps_per_execution: int) -> None:
-        self._model = model
+        self.model = model
         self._strategy = strategy
         self._steps = steps_per_execution
         self.functions = ModelFunctions(model, Seeds(seeds_of(model)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import keras
 from keras.src.backend.common import global_state
 
 from strategies.argument_checks import wrong_type
-from strategies.compat.estimator.variables import CallVariables, unique_name
+from strategies.compat.estimator.variables import CallVariables
 from strategies.typing import Leaf
 
 _PENDING = "uninitialized_variables"
@@ -49,6 +50,17 @@ class KerasVariables(keras.StatelessScope):
         super().add_update(update)
         if id(variable) in self._names:
             self._call.assigned[self._names[id(variable)]] = value
+
+
+def unique_name(path: str, known: Mapping[str, object]) -> str:
+    """Return the name of a variable without Keras's running numbers of layers, which differ from call to call.
+
+    The number in a name that the program has given to a layer, such as `tower_2`, is no running number.
+    """
+    numbered: Mapping[str, int] = global_state.get_global_attribute("object_name_uids", {})
+    name = re.sub(r"([^/]+)_\d+(?=/)", lambda found: found[found[1] in numbered], path)
+    names = (f"{name}_{number}" if number else name for number in range(len(known) + 1))
+    return next(found for found in names if found not in known)
 
 
 def fill(model: keras.Model, values: Mapping[str, Leaf]) -> None:

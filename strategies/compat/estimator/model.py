@@ -248,12 +248,7 @@ class Training:
     """
 
     def __init__(
-        self,
-        model: Model,
-        folder: str | None,
-        adds_losses: bool,
-        hooks: Sequence[object],
-        listeners: Sequence[object],
+        self, model: Model, folder: str | None, adds_losses: bool, hooks: Sequence[object], listeners: Sequence[object]
     ) -> None:
         config, self._strategy = model.config, model.trainer.strategy
         self._model, self._config, self._hooks, self.listeners = model, config, hooks, listeners

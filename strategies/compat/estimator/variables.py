@@ -6,7 +6,6 @@ In a `model_fn`, gradients are handles, because the step computes and applies th
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -89,13 +88,6 @@ class CallVariables:
             yield
         finally:
             _current.reset(token)
-
-
-def unique_name(path: str, known: Mapping[str, object]) -> str:
-    """Return the name of a Keras variable without Keras's running numbers, which differ from call to call."""
-    name = re.sub(r"_\d+(?=/)", "", path)
-    names = (f"{name}_{number}" if number else name for number in range(len(known) + 1))
-    return next(found for found in names if found not in known)
 
 
 def current_call(what: str) -> CallVariables:

@@ -95,3 +95,20 @@ def test_a_model_with_other_layers_is_not_exported(strategy, tmp_path):
     model.add(keras.layers.LayerNormalization())
     with pytest.raises(ValueError, match="layer_normalization"):
         trained(strategy).export_saved_model(tmp_path, model)
+
+
+def test_names_that_the_program_gives_to_layers_keep_their_numbers(strategy):
+    """A mode that uses one of two towers gets the weights of this one."""
+
+    def model_fn(features, labels, mode):
+        towers = [keras.layers.Dense(1, name=f"tower_{number}", use_bias=False) for number in (1, 2)]
+        outputs = [tower(features) for tower in towers[mode != est.ModeKeys.TRAIN :]]
+        if mode == est.ModeKeys.PREDICT:
+            return est.IPUEstimatorSpec(mode, predictions=outputs[0])
+        loss = jnp.mean((sum(outputs) - labels) ** 2)
+        return est.IPUEstimatorSpec(mode, loss=loss, train_op=est.EstimatorOptimizer(optax.sgd(0.1)).minimize(loss))
+
+    estimator = est.IPUEstimator(model_fn, None, est.RunConfig(train_distribute=strategy)).train(input_fn)
+    assert estimator.get_variable_names() == ["tower_1/kernel", "tower_2/kernel"]
+    predicted = np.concatenate([row[None] for row in estimator.predict(lambda: [X])])
+    np.testing.assert_allclose(predicted, X @ estimator.get_variable_value("tower_2/kernel"), rtol=1e-5)

@@ -3,9 +3,20 @@
 import keras
 import numpy as np
 import pytest
-from small_models import TARGETS, X, bits_of, dense, largest_difference, regression, values_of
+from small_models import (
+    TARGETS,
+    Batches,
+    X,
+    bits_of,
+    dense,
+    hooked,
+    largest_difference,
+    regression,
+    values_of,
+)
 from tiers import first_of, only
 
+import strategies
 from strategies.core.options import GradientAccumulationReductionMethod
 
 
@@ -277,6 +288,74 @@ def test_an_error_in_a_training_keeps_the_sharded_state_of_the_optimizer(in_scop
     assert in_scopes(1, lambda strategy: program(strategy, options)) == in_scopes(
         1, lambda strategy: program(strategy, {})
     )
+
+
+SHARDED = {"replicated_optimizer_state_sharding": True, "offload_weight_update_variables": True}
+
+
+def small_with(optimizer, options):
+    model = keras.Sequential([keras.Input((6,)), dense(7, 1), dense(1, 2)])
+    model.compile(optimizer, "mse")
+    model.set_gradient_accumulation_options(1, **options)
+    return model
+
+
+@pytest.mark.parametrize("hook", ["on_epoch_begin", "on_epoch_end", "on_train_batch_end"])
+def test_a_change_of_a_sharded_optimizer_by_a_callback_counts(in_scopes, hook):
+    """Changes of a whole optimizer count, too, also between calls of `train_on_batch`."""
+
+    def program(strategy, options):
+        model = small_with(keras.optimizers.SGD(0.05, momentum=0.9), options)
+
+        def forget(callback=None, number=0, logs=None):
+            model.jax_state_sync()  # without it, Keras does not look at changes within an epoch
+            for variable in model.optimizer.variables[2:]:
+                variable.assign(np.full(variable.shape, 0.5, np.float32))
+
+        found = []
+        data = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
+        model.fit(X, TARGETS, **data, callbacks=[hooked(hook, forget)])
+        for _ in range(2):
+            found.append(bits_of(model))
+            forget()
+            model.train_on_batch(X[:16], TARGETS[:16])
+        return found, bits_of(model)
+
+    [whole] = in_scopes(1, lambda strategy: program(strategy, {}))
+    assert in_scopes(2, lambda strategy: program(strategy, SHARDED)) == [whole] * 2
+
+
+def test_an_error_leaves_the_weights_of_a_sharded_optimizer_with_means_as_they_are(alone):
+    """Keras replaces them by the means after an error, too, but has only zeros there."""
+
+    def program(strategy):
+        model, data = small_with(keras.optimizers.SGD(0.05, use_ema=True), SHARDED), FailsOnce()
+        with pytest.raises(InterruptedError):
+            model.fit(data, shuffle=False, verbose=0)
+        return [float(np.abs(np.asarray(kernel)).sum()) for kernel in model.trainable_variables[::2]]
+
+    assert min(alone(program)) > 0
+
+
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
+def test_data_that_fail_at_once_leave_the_model_as_it_was(alone, call):
+    class Fails(Batches):
+        def __getitem__(self, number):
+            if number == 1:
+                raise InterruptedError
+            return super().__getitem__(number)
+
+    def program(strategy):
+        model = regression(keras.optimizers.Adam(0.01))
+        before = strategies.fingerprint(values_of(model))
+        with pytest.raises(InterruptedError):
+            getattr(model, call)(Fails(count=4), verbose=0)
+        kept = strategies.fingerprint(values_of(model))
+        model.fit(X, TARGETS, verbose=0)
+        return before, kept
+
+    before, after = alone(program)
+    assert before == after
 
 
 def test_means_of_weights_in_a_sharded_optimizer_are_validated(in_scopes):
