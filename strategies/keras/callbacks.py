@@ -102,8 +102,7 @@ def check_same_rows(replicas: Replicas, rows: Batch) -> None:
     Raises:
         DisagreementError: On all instances, if the rows differ.
     """
-    is_same = compared(replicas, False, bytes.fromhex(fingerprint(rows)), "rows of the data")[1]
-    if not is_same:
+    if not compared(replicas, False, bytes.fromhex(fingerprint(rows)), "rows of the data")[1]:
         raise DisagreementError(
             "the instances were given different rows or weights of rows. Each instance reads all data, or the batches "
             "of its replicas, so give all of them the same data; if something shuffles, call "
@@ -369,15 +368,14 @@ class RunningLoop:
         Raises:
             DisagreementError: On all instances, if callbacks have made different changes on them.
         """
+        if not self.is_alone and self.watch is not None:
+            digest = self.watch.taken(with_flags="epoch" in hook)
+            replicas, stops = self.strategy.replicas, bool(self.model.stop_training)
+            self.model.stop_training, is_same = compared(replicas, stops, digest, f"changes by callbacks in {hook}")
+            if not is_same:
+                self.model.jax_state_sync()
+                insist(replicas, terms_of_model(self.model, hook), "variables of the model")
         check_not_recompiled(self.model, hook)
-        if self.is_alone or self.watch is None:
-            return
-        digest = self.watch.taken(with_flags="epoch" in hook)
-        replicas, stops = self.strategy.replicas, bool(self.model.stop_training)
-        self.model.stop_training, is_same = compared(replicas, stops, digest, f"changes by callbacks in {hook}")
-        if not is_same:
-            self.model.jax_state_sync()
-            insist(replicas, terms_of_model(self.model, hook), "variables of the model")
 
     def agree_on_begin(self) -> None:
         """Begin on all instances with the epoch and the state of the chief. Collective."""

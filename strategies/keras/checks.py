@@ -51,7 +51,7 @@ def is_own(stock: ModelClass, name: str) -> bool:
     return getattr(stock, name) is not getattr(keras.Model, name)
 
 
-def check_overrides(model: keras.Model, stock: ModelClass, steps: Sequence[str]) -> None:
+def check_overrides(model: keras.Model, stock: ModelClass, called: str, steps: Sequence[str]) -> None:
     """Refuse a model that overrides a function of Keras's loops, or a step other than a class's `train_step`.
 
     Each replica can run an own `train_step`. The other functions stand for the work of all replicas together.
@@ -59,18 +59,20 @@ def check_overrides(model: keras.Model, stock: ModelClass, steps: Sequence[str])
     Args:
         model: Model.
         stock: Class of the model.
+        called: Name of the called method, which would get rows of replicas in place of the data.
         steps: Names of the steps that would be made.
 
     Raises:
         RuntimeError: If the model overrides one of them.
     """
-    for name in (*steps, *_FUNCTIONS):
+    for name in (called, *steps, *_FUNCTIONS):
         is_of_model = name in steps and name in vars(model)
         if is_of_model or (name != "train_step" and is_own(stock, name)):
             raise RuntimeError(
                 f"{f'model {model.name!r}' if is_of_model else stock.__name__} overrides {name}, but a step of all "
                 "replicas consists of compute_loss, compute_metrics and the optimizer; override compute_loss instead, "
-                f"{'give a class of models its own train_step, ' * (name == 'train_step')}or use strategies.Trainer"
+                f"{'give a class of models its own train_step, ' * (name == 'train_step')}"
+                f"{'give the method another name, ' * (name == called)}or use strategies.Trainer"
             )
 
 
@@ -124,11 +126,16 @@ def check_trained_layers(model: keras.Model) -> None:
 
 
 def check_not_recompiled(model: keras.Model, hook: str) -> None:
-    """Raise StrategyError if a callback of `fit` has compiled the model: its loop still has the old function."""
-    if model.train_function is None:
+    """Refuse a callback of `fit` that has compiled the model, frozen or unfrozen layers: its loop has what was before.
+
+    Raises:
+        StrategyError: If the model has no train function any more, or other variables to train.
+    """
+    trained = list(map(id, model.trainable_variables)) if "epoch" in hook else None
+    if model.train_function is None or trained not in (None, model.train_function.function.trained):
         raise StrategyError(
-            f"a callback has compiled model {model.name!r}, or set options of it, in fit (seen after {hook}), but "
-            "fit goes on with what was compiled before; do that between two calls of fit"
+            f"a callback has compiled model {model.name!r}, set options of it, or changed trainable of layers, in fit "
+            f"(seen after {hook}), but fit goes on with what was compiled before; do that between two calls of fit"
         )
 
 

@@ -28,7 +28,7 @@ from strategies.data.randomness import DrawWatch, kept_generators, seed_for, see
 from strategies.data.sources import DataSource, Masked, SourceFactory
 from strategies.keras.patches import ArrayDataAdapter, DataAdapter, can_convert_arrays, get_data_adapter
 from strategies.strategy import Strategy
-from strategies.typing import Batch, Data, Tree
+from strategies.typing import Batch, Data, Number, Tree
 
 Read = Callable[[int], Batch]
 
@@ -536,7 +536,8 @@ def _of_batches(given: DataArguments, seed: int) -> tuple[NumberedBatches | Stre
         hooks = (x.on_epoch_begin, x.on_epoch_end)
     elif grain is not None and isinstance(x, grain.MapDataset):  # its length is sys.maxsize if it is endless
         numbered = NumberedBatches(lambda number: _standard(x[number]), None if len(x) == sys.maxsize else len(x))
-    if given.steps is None and (_has_no_end(x) if numbered is None else numbered.count is None):
+    cardinality: Callable[[], Number] = getattr(x, "cardinality", lambda: 0)  # -1: a tf.data.Dataset without end
+    if given.steps is None and (int(cardinality()) == -1 if numbered is None else numbered.count is None):
         raise ValueError(
             f"the {type(x).__name__} is an infinite dataset, and the end of an epoch is not given; give "
             "steps_per_epoch to fit, validation_steps for its validation data, or steps to evaluate and predict"
@@ -556,12 +557,6 @@ def _of_batches(given: DataArguments, seed: int) -> tuple[NumberedBatches | Stre
         whole = itertools.chain([first], batches)
         return StreamOfBatches(lambda: whole), first, hooks
     return StreamOfBatches(begin, adapter.num_batches), first, hooks
-
-
-def _has_no_end(x: Data) -> bool:
-    """Return whether `x` is a `tf.data.Dataset` that repeats forever; the length of other streams is unknown."""
-    cardinality = getattr(x, "cardinality", None)
-    return callable(cardinality) and int(cardinality()) == -1  # tf.data.INFINITE_CARDINALITY
 
 
 def _standard(batch: Tree) -> Batch:

@@ -162,9 +162,8 @@ class ReplicatedModel:
             validation = self._feed(DataArguments(x, y, sample_weight, None, size, validation_steps), trains=False)
         steps = steps_per_epoch or feed.num_batches
         count, replicas = self.options.micro_batches, self.strategy.num_replicas_in_sync
-        numbers = feed.batch_size, feed.batch_size // (count * replicas), count, replicas
         text = "fit: global batch %d = batch_size %d x %d accumulated x %d replicas; an epoch's last one may be smaller"
-        logger.info(text, *numbers)
+        logger.info(text, feed.batch_size, feed.batch_size // (count * replicas), count, replicas)
         stack = ExitStack()
 
         def resume() -> None:
@@ -322,7 +321,7 @@ class ReplicatedModel:
         """Refuse a call that replicas cannot carry out. On a spare, wait for the end of the job."""
         self.in_scope.replicas.journal.begin_unrepeatable(f"{called} of Keras")
         check_usable(self._model, self.in_scope, called)
-        check_overrides(self._model, self.stock, [step, "test_step"] if validates else [step])
+        check_overrides(self._model, self.stock, called, [step, "test_step"] if validates else [step])
         if is_compiled:
             self._model._assert_compile_called(called)
         if step == "train_step":

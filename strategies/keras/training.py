@@ -89,6 +89,7 @@ class TrainFunction(ABC):
         saved: Checkpoints of the steps, while a `fit` with checkpoints runs.
         steps_made: Number of steps so far, up to the last call.
         reductions: Ways in which replicas agree on the untrained state, once there is a trainer.
+        trained: Identities of the variables to train.
     """
 
     prefix: ClassVar[str] = ""
@@ -104,6 +105,7 @@ class TrainFunction(ABC):
         self.saved: SavedFit | None = None
         self.steps_made = 0
         self.reductions: dict[str, list[str]] = {}
+        self.trained = list(map(id, self.model.trainable_variables))
         self._seeds = Seeds(seeds_of(self.model))
         self._results = jit(partial(results_of, self.model))
         self._names: tuple[str, ...] = ()  # names of logs that no metric has computed

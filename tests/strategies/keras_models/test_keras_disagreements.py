@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 from keras.callbacks import CSVLogger, LambdaCallback, ModelCheckpoint
-from small_models import LABELS, TARGETS, X, bits_of, classifier, hooked, regression, values_of
+from small_models import LABELS, TARGETS, X, bits_of, classifier, dense, hooked, regression, values_of
 
 import strategies
 from strategies.errors import DisagreementError, StrategyError
@@ -190,4 +190,21 @@ def test_a_model_that_a_callback_compiles_is_refused(alone):
         fit(model, callbacks=[LambdaCallback(on_epoch_end=lambda epoch, logs: model.compile("sgd", "mse"))])
 
     with pytest.raises(StrategyError, match="a callback has compiled model .* after on_epoch_end"):
+        alone(program)
+
+
+@pytest.mark.parametrize("hook", ["on_epoch_begin", "on_epoch_end"])
+def test_a_callback_that_freezes_a_layer_is_refused(alone, hook):
+    """Keras would give the values of each layer to the next one, silently if these have the same shape."""
+
+    def program(strategy):
+        model = keras.Sequential([keras.Input((6,)), dense(6, 1), dense(6, 2), dense(1, 3)])
+        model.compile("sgd", "mse")
+
+        def freeze(epoch, logs):
+            model.layers[0].trainable = False
+
+        fit(model, callbacks=[LambdaCallback(**{hook: freeze})])
+
+    with pytest.raises(StrategyError, match=f"changed trainable of layers, in fit .seen after {hook}"):
         alone(program)

@@ -114,6 +114,14 @@ class OwnFunction(keras.Sequential):
         return super().make_predict_function(force)
 
 
+class OwnFit(keras.Sequential):
+    def fit(self, data):
+        return super().fit(data)
+
+    def predict(self, data):
+        return super().predict(data)
+
+
 def own(kind):
     model = kind([keras.Input((6,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -147,6 +155,8 @@ REFUSED = {
         "model '.*' overrides train_step.*give a class of models its own",
     ),
     "a test_step of one model": (lambda: own_attribute("test_step").evaluate(X), "model '.*' overrides test_step"),
+    "an own fit": (lambda: own(OwnFit).fit(X), "OwnFit overrides fit, .*give the method another name"),
+    "an own predict": (lambda: own(OwnFit).predict(X), "OwnFit overrides predict, .*give the method another name"),
     "an own function, in fit": (lambda: own(OwnFunction).fit(X), "overrides make_predict_fun.*override compute_loss"),
     "an own function, in predict": (lambda: own(OwnFunction).predict(X), "overrides make.*override compute_loss"),
     "eagerly": (lambda: regression(run_eagerly=True).fit(X, TARGETS), "run_eagerly is True"),
