@@ -4,6 +4,7 @@ import functools
 import gc
 import itertools
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -931,6 +932,20 @@ def test_training_continues_a_checkpoint_of_a_trainer(tmp_path):
     seen = Seen()
     IPUEstimator(square, tmp_path).train(pairs([[1]] * 9, [[1]] * 9), [seen], max_steps=5)
     assert seen.steps == [4, 5]
+
+
+@pytest.mark.parametrize("extra", [None, {}])
+def test_training_counts_from_the_step_of_a_newer_checkpoint_of_a_trainer(tmp_path, extra):
+    """The trainer may save the values of the estimator again."""
+    estimator = IPUEstimator(square, tmp_path).train(pairs([[1]] * 2, [[0]] * 2))
+    trainer = strategies.Trainer(
+        strategies.IPUStrategy(1), lambda variables, batch, key: variables["w"], optax.sgd(0.5)
+    )
+    state = trainer.init({"w": np.float32(3)})
+    with strategies.Checkpoints(tmp_path, trainer) as checkpoints:
+        checkpoints.save(replace(checkpoints.restore(state), step=7), extra=extra)
+    estimator.train(pairs([[1]], [[0]]))
+    assert estimator.get_variable_value("global_step") == 8
 
 
 @pytest.mark.parametrize("listening", [0, also(1), None])

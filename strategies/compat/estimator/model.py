@@ -264,10 +264,12 @@ class Training:
 
     def resume(self) -> None:
         """Continue from the newest checkpoint, if there is one."""
-        model, extra = self._model, {}
+        model, extra, begun = self._model, {}, self._model.state
         if self.checkpoints is not None:
-            model.state, extra = self.checkpoints.restore(model.state), self.checkpoints.extra
-        model.step = extra.get("global_step", model.step or model.state.step * model.count)
+            model.state, extra = self.checkpoints.restore(begun), self.checkpoints.extra
+        step, own = model.state.step, model.step if model.state is begun else 0
+        since = step - extra.get("step", step)  # made by a Trainer, which has saved the estimator's extra again
+        model.step = extra.get("global_step", own or step * model.count) + since * model.count
         model.host = [dict(extra["host"]) for _ in model.host] if extra.get("host") else model.host
 
     def run(self, batches: Iterator[Masked], iterations: int, end: int | None) -> None:
@@ -315,7 +317,7 @@ class Training:
             raise NanLossDuringTrainingError(f"NaN loss during training, at step {model.step}; lower the rate")
         if self.checkpoints is not None:
             host = {name: np.asarray(value).tolist() for name, value in model.host[0].items()}
-            self.checkpoints.extra = {"global_step": model.step, "host": host}
+            self.checkpoints.extra = {"global_step": model.step, "step": model.state.step, "host": host}
             self.checkpoints.after_step(model.state)
 
     def _save(self) -> None:

@@ -339,7 +339,4 @@ class ParallelPhasedExecution(_Phased):
 class SerialPhasedExecution(_Phased):
     """Phases one after another on the same devices; they run as `ShardedExecution` of their stages."""
 
-    _rows = {
-        **_Phased._rows,
-        "setTensorsLiveness": TableRow("liveness", _IN_MEMORY),
-    }
+    _rows = {**_Phased._rows, "setTensorsLiveness": TableRow("liveness", _IN_MEMORY)}

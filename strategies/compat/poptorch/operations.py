@@ -185,11 +185,7 @@ def set_available_memory(tensor: torch.Tensor, available_memory_proportion: floa
 
 
 def serializedMatMul(
-    lhs: torch.Tensor,
-    rhs: torch.Tensor,
-    mode: MatMulSerializationMode,
-    factor: int = 0,
-    keep_precision: bool = False,
+    lhs: torch.Tensor, rhs: torch.Tensor, mode: MatMulSerializationMode, factor: int = 0, keep_precision: bool = False
 ) -> torch.Tensor:
     """Return the product of two matrices, computed at once in host memory."""
     require_switches(keep_precision=keep_precision)
