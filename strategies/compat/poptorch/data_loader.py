@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from popdist.switches import require_switches, require_switches_or_none
-from strategies.argument_checks import positive
+from strategies.argument_checks import at_least, positive
 from strategies.compat.poptorch.names import DataLoaderMode, SmallDataError
 from strategies.compat.poptorch.options import Options
 from strategies.data.iterators import prefetched
@@ -149,8 +149,9 @@ class DataLoader:
         self._check_order()
         if num_workers or self._mode is DataLoaderMode.Sync:  # no thread of this process reads elements
             dataset = SeededRows(dataset, options.seed)
+        self._indices = _IndexBatches(self)
         self._loader = torch.utils.data.DataLoader(
-            dataset, batch_sampler=_IndexBatches(self), collate_fn=self._collate, **workers
+            dataset, batch_sampler=self._indices, collate_fn=self._collate, **workers
         )
 
     @property
@@ -228,6 +229,15 @@ class DataLoader:
                 return
             yield [RowOfEpoch(index, epoch) for index in rows.tolist()]
 
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next loop read the order of an epoch, and later loops those of the epochs after it.
+
+        Without this call, the first loop reads epoch 0. Call it on all instances, with the same number, if a program
+        resumes, or if one instance has looked at a batch. An `IterableDataset` has its own order.
+        """
+        if not self._is_iterable:
+            self._indices.epoch = at_least(0, "epoch", epoch)
+
     def terminate(self) -> None:
         """Do nothing: threads and workers end with their iterators."""
 
@@ -249,10 +259,10 @@ class _IndexBatches:
     """A batch sampler for PyTorch's loader: the indices of the elements of each batch."""
 
     def __init__(self, loader: DataLoader) -> None:
-        self._loader, self._epoch = loader, 0
+        self._loader, self.epoch = loader, 0
 
     def __iter__(self) -> Iterator[list[RowOfEpoch]]:
-        epoch, self._epoch = self._epoch, self._epoch + 1
+        epoch, self.epoch = self.epoch, self.epoch + 1
         return self._loader._indices_of(epoch)
 
     def __len__(self) -> int:

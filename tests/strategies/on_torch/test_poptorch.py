@@ -284,6 +284,25 @@ class TestInference:
             poptorch.inferenceModel(copy.deepcopy(model).to("meta"))
 
 
+@pytest.mark.parametrize("mode", list(poptorch.DataLoaderMode))
+def test_a_resumed_program_reads_the_order_of_its_epoch(on_instances, mode):
+    """An instance that has looked at a batch reads the same order as the others then."""
+
+    def program(strategy):
+        def new():
+            return poptorch.DataLoader(new_options(strategy), torch.arange(12), batch_size=2, shuffle=True, mode=mode)
+
+        whole, resumed = new(), new()
+        epochs = [torch.cat(list(whole)).tolist() for _ in range(3)]
+        for _ in range(strategy.instance_index):
+            next(iter(resumed))
+        resumed.set_epoch(1)
+        return epochs, [torch.cat(list(resumed)).tolist() for _ in range(2)]
+
+    for epochs, rest in on_instances(2, 2, program):
+        assert rest == epochs[1:] != epochs[:2]
+
+
 class TestDataLoader:
     def test_a_loader_gives_each_element_once(self, on_instances):
         def read(strategy):
