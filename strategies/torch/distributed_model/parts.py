@@ -145,8 +145,7 @@ class WrittenBuffers:
         found = dict.fromkeys(self._frozen, 1.0)
         for number, slot in enumerate(self._model.slots):
             if not slot.is_parameter:
-                is_moving = number in self._model.moving
-                has_changed = is_moving or not have_same_bits(slot.tensor, self._masters[slot.name])
+                has_changed = number in self._model.moving or not have_same_bits(slot.tensor, self._masters[slot.name])
                 found[slot.name] = float(has_changed)
         return found
 
@@ -257,7 +256,7 @@ class AveragedParts:
         return hash_at_step(step, self.watch.writes - self._writes_before)
 
     def compare_bits(self, step: int, hashes: tuple[float, float]) -> None:
-        """Compare the bits of all parameters if hashes differ, and in steps 1, 2, 4, 8, ... Then collective.
+        """Compare the bits of parameters, and the step, if hashes differ, and in steps 1, 2, 4, 8, ... Then collective.
 
         Args:
             step: The number of the step.
@@ -267,7 +266,8 @@ class AveragedParts:
             DivergenceError: On all instances, if bits differ.
         """
         if settings_differ(*hashes) or (step and is_due(step)):
-            state = {name: host_array(one) for name, one in self._module.named_parameters()}
+            named = [*self._module.named_parameters(), ("steps_made", torch.tensor(step))]
+            state = {name: host_array(one) for name, one in named}
             insist_on_same_bits(self._replicas, host_arrays(state), step)
             self._writes_before = self.watch.writes
 

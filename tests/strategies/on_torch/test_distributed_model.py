@@ -15,6 +15,7 @@ import strategies
 import strategies.torch
 from collectives import LayoutMismatchError
 from strategies import StrategyError
+from strategies.errors import DivergenceError
 
 REPLICAS = 3
 STEPS = 3
@@ -505,3 +506,16 @@ def test_a_loss_may_go_through_another_model_of_several_replicas_if_that_is_froz
         return strategies.fingerprint(generator.state_dict())
 
     assert on_instances(instances, 4, train) == on_instances(1, 4, train) * instances
+
+
+def test_instances_that_set_other_numbers_of_steps_are_refused(on_instances):
+    """Replicas draw by the number of the step, so their random numbers would be those of other steps."""
+
+    def program(strategy):
+        model = strategies.torch.DistributedModel(nn.Linear(2, 1), strategy)
+        model.steps_made = 3 + strategy.instance_index
+        for _ in range(2):
+            model.backward(lambda batch: model(batch).mean(), torch.ones(2, 2))
+
+    with pytest.raises(DivergenceError, match="the first array that differs is .*steps_made"):
+        on_instances(2, 2, program)
