@@ -171,11 +171,9 @@ class _RowsOfArrays:
 
 def tensors_of(batch: Batch) -> Batch:
     """Return a batch with its NumPy and JAX arrays as tensors; other leaves stay as they are."""
-    return trees.map(lambda leaf: as_tensor(np.asarray(leaf)) if _is_array(leaf) else leaf, batch)
-
-
-def _is_array(leaf: object) -> bool:
-    return isinstance(leaf, np.ndarray) or is_jax_array(leaf)
+    return trees.map(
+        lambda leaf: as_tensor(np.asarray(leaf)) if isinstance(leaf, np.ndarray) or is_jax_array(leaf) else leaf, batch
+    )
 
 
 def shape_of_rows(leaf: object, parts: int | None = None) -> ShapeOfArray | None:

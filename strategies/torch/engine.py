@@ -169,12 +169,10 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     def _local_for(self, given: Batch, batch: Batch) -> LocalReplicas:
         """Return the replicas that compute gradients. Collective if batches of these shapes are new."""
         self._replicas.sharding.check_batch(given)
-        training, local = self._training, self._local
-        if training.watch.has_other_parts or training.watch.has_other_kinds:
-            training.follow()
+        training = self._training
+        if training.follow():
             self._close_local()
-            local = None
-        if local is None or not local.fits(self._replicas):
+        if (local := self._local) is None or not local.fits(self._replicas):
             if local is not None:
                 self._announce_what_is_trained(local)
                 local.state.undo(training.step)

@@ -352,9 +352,7 @@ def check_weighted_dtype(name: str, dtype: np.dtype) -> None:
 
 def weighted_value(value: float, weight: float | None) -> float:
     """Return a metric times the weight of its loss; 0 for a weight of 0, even if the metric is NaN."""
-    if weight is None:
-        return value
-    return weight * value if weight else 0.0
+    return 0.0 if weight == 0 else value * (1.0 if weight is None else weight)
 
 
 def are_weighted(names: tuple[str, ...]) -> bool:

@@ -92,14 +92,17 @@ class TorchTraining:
         """The trained parameters, in the order of `named_parameters`."""
         return [parameter for parameter in self.watch.parameters if parameter.requires_grad]
 
-    def follow(self) -> None:
-        """Find the parts that the module has now, after the program has replaced, added or removed some."""
+    def follow(self) -> bool:
+        """Find the parts that the module has now; return whether the program has replaced, added or removed some."""
+        if not (self.watch.has_other_parts or self.watch.has_other_kinds):
+            return False
         for parameter in self.watch.parameters:
             parameter.grad = None  # that of a removed one would be applied in each step
         self.watch.look()
         self.buffers.are_known = False
         check_module(self.module)
         self.replaced()
+        return True
 
     def replaced(self) -> None:
         """Invalidate the states that were returned before."""
@@ -184,8 +187,7 @@ class TorchTraining:
             joins: Whether this instance joins; if not, its own state stays.
         """
         communicator = self._replicas.communicator
-        if self.watch.has_other_parts or self.watch.has_other_kinds:
-            self.follow()
+        self.follow()
         self.buffers.follow()
         self.attributes.follow()
         take = self._receive(root)

@@ -229,7 +229,11 @@ def _check_no_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     hooks = [
         *optimizer._optimizer_step_pre_hooks.values(),
         *optimizer._optimizer_step_post_hooks.values(),
-        *(one for one in of_all if not _module_of(one).startswith(_WITHOUT_CLIPPING)),
+        *(
+            one
+            for one in of_all
+            if not str(getattr(getattr(one, "func", one), "__module__", "")).startswith(_WITHOUT_CLIPPING)
+        ),
     ]
     if hooks:
         raise StrategyError(
@@ -237,10 +241,6 @@ def _check_no_step_hooks(optimizer: torch.optim.Optimizer) -> None:
             "gradients and parameters, because the optimizer state is sharded; remove the hook, or use "
             "replicated_optimizer_state_sharding=False"
         )
-
-
-def _module_of(hook: object) -> str:
-    return str(getattr(getattr(hook, "func", hook), "__module__", ""))
 
 
 def check_groups_supported(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -237,8 +237,7 @@ class DistributedModel(torch.nn.Module):
         stated = self._averaging.loop.weights.stated
         given = [*stated] if weight is None else [weight]
         stated.clear()  # the next pass states its own, even if this one fails
-        found = one_of(given, "give the weight: model.weighted_backward(loss, weight)")
-        if found is None:
+        if (found := one_of(given, "give the weight: model.weighted_backward(loss, weight)")) is None:
             raise ValueError(
                 "the loss has no weight; give it, as in model.weighted_backward(loss, tokens), or let the module state "
                 "it with strategies.torch.loss_weight, in training mode"

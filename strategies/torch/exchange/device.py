@@ -168,8 +168,7 @@ class DeviceExchange(GradientExchange):
                 f"the gradient of {parameter.name} is on {gradient.device}, but the module was on "
                 f"{self._memory.device} before; move the module first"
             )
-        row = self._rows[place].get(number)
-        if row is None:
+        if (row := self._rows[place].get(number)) is None:
             return gradient
         whole = torch.zeros(parameter.shape, dtype=gradient.dtype, device=gradient.device)
         whole[row.number].copy_(gradient * row.gain)  # the other rows stay zero

@@ -150,8 +150,7 @@ class HostExchange(GradientExchange):
     def _array(self, bucket: int, buffer: int, place: int) -> np.ndarray:
         """Return a buffer of a local replica. The first call allocates it, filled with zeros."""
         key = bucket, buffer
-        array = self._borrowed[place].get(key, self._memory[place].get(key))
-        if array is None:
+        if (array := self._borrowed[place].get(key, self._memory[place].get(key))) is None:
             own = self.plan.layouts[bucket].buffers[buffer]
             array = self._memory[place][key] = private_memory((own.size,), own.dtype)
             array[...] = 0
@@ -248,8 +247,7 @@ class HostExchange(GradientExchange):
 
     def _view_of_mean(self, number: int) -> torch.Tensor:
         """Return the memory of a mean as a tensor; if means are sharded, this instance's shard, flat."""
-        view = self._received.get(number)
-        if view is not None:
+        if (view := self._received.get(number)) is not None:
             return view
         own = self.plan.places[number]
         bucket, results = self.buckets[own.bucket], self._results[own.bucket]

@@ -269,8 +269,7 @@ class TorchCompiledPath(DevicePath):
     def _run(self, what: str, start: Callable[[dist.ProcessGroup], Work | None]) -> None:
         backend, begun_s = self._open_backend(), time.monotonic()
         try:
-            work = start(backend)
-            if work is not None:
+            if (work := start(backend)) is not None:
                 work.wait()
         except RuntimeError as error:
             waited_s, others = time.monotonic() - begun_s, self.spread.size - 1

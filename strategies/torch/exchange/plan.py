@@ -337,8 +337,7 @@ def check_gradients_on_all(
     Raises:
         StrategyError: On all instances.
     """
-    some = np.flatnonzero((shares > 0) & (shares < active)).tolist()
-    if some:
+    if some := np.flatnonzero((shares > 0) & (shares < active)).tolist():
         lacking = replicas_where(members, [not one for one in seen(some[0])], "who lacks a gradient")
         raise StrategyError(
             f"{plan.parameters[some[0]].name} has no gradient on the replicas {lacking}, and one on the others; let "

@@ -267,8 +267,7 @@ class StepLogs:
                 f"log({name!r}) got a {type(value).__name__}{shape}; in a step, log numbers and tensors of one "
                 "element, which are averaged over all replicas"
             )
-        rows = bound.get("batch_size")
-        if rows is None:
+        if (rows := bound.get("batch_size")) is None:
             rows = extract_batch_size(batch) if bound.get("on_epoch") or not self._is_training else 1
         return _Logged(name, float(value), rows, options)
 

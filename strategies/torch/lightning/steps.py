@@ -142,8 +142,7 @@ class ReplicaSteps:
         """
         if not self._module.automatic_optimization:
             return self._train_manually(batch, others, named)
-        model = self._model
-        if model is None:
+        if (model := self._model) is None:
             raise StrategyError("training_step runs in Trainer.fit only")
         share = self._module.trainer.accumulate_grad_batches
         scaler = getattr(self._precision, "scaler", None)

@@ -225,8 +225,7 @@ class PopDistLightningStrategy(ParallelStrategy):
             connector.use_distributed_sampler = False  # Lightning would deal rows to processes
         if not self._is_on_cpu and self.strategy.defaults.deterministic:
             use_deterministic_operations(os.environ)  # before Lightning starts CUDA
-        threads = self._options.get("intra_op_threads", 1)
-        if threads is not None:
+        if (threads := self._options.get("intra_op_threads", 1)) is not None:
             torch.set_num_threads(threads)  # also for evaluations without a training
         super().setup_environment()
         made = 0 if self._steps is None else self._steps.steps_made

@@ -65,8 +65,7 @@ class RecordedGraph:
         """
         for number in reversed(self.order):
             for following, _ in self.nodes[number].next_functions:
-                parameter = getattr(following, "variable", None)
-                if parameter is not None:
+                if (parameter := getattr(following, "variable", None)) is not None:
                     stages.use(parameter, self.stage(number))
 
 
@@ -90,8 +89,7 @@ def recorded(loss: torch.Tensor, begins: Sequence[int]) -> RecordedGraph:
     sequence: dict[int, int] = {}
     parts: dict[int, int] = {}
     for number, node in enumerate(nodes):  # grows on the way
-        parameter = getattr(node, "variable", None)
-        if parameter is not None:
+        if (parameter := getattr(node, "variable", None)) is not None:
             shape += (_LEAF, id(parameter))
             continue
         sequence[number] = recorded_at = node._sequence_nr()
@@ -127,8 +125,7 @@ class StageEntries:
         Raises:
             StrategyError: If stages share a parameter that they cannot share.
         """
-        found = self._found.get(graph.shape)
-        if found is None:
+        if (found := self._found.get(graph.shape)) is None:
             found = graph.firsts
             graph.record_uses(self._stages)
             if len(self._found) >= _MOST_SHAPES:  # each graph has another shape: forget those met before

@@ -88,8 +88,7 @@ def number_from_zero() -> None:
 
 def begin_block(name: str | None, ipu: int | None) -> None:
     """Report a block that begins. Without a name it is named by its number among such blocks."""
-    watcher = _watcher.now
-    if watcher is None:
+    if (watcher := _watcher.now) is None:
         return
     if name is None:
         name, _next_block.now = str(_next_block.now), _next_block.now + 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -355,8 +354,7 @@ class PopDistProcessGroup(_Base):
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             raise ValueError(f"the tensor of {verb} is not contiguous, or a lazy negative; give tensor.clone()")
         if self._messages is None:
-            link = self._communicator.beside
-            if link is None:
+            if (link := self._communicator.beside) is None:
                 raise RuntimeError(
                     f"messages between two ranks need MPI or gRPC, and {self.size()} rank(s) are connected by "
                     f"{self._communicator.mechanism!r}; use collectives"
@@ -515,12 +513,7 @@ def _bits(tensor: torch.Tensor) -> np.ndarray:
 
 def _numbers(tensor: torch.Tensor) -> np.ndarray:
     """Return the memory of a contiguous tensor as numbers, in its shape."""
-    return _bits(tensor).view(_dtype_of(tensor.dtype)).reshape(tensor.shape)
-
-
-@functools.cache
-def _dtype_of(dtype: torch.dtype) -> np.dtype:
-    return dtype_of(torch.empty(0, dtype=dtype))
+    return _bits(tensor).view(dtype_of(tensor)).reshape(tensor.shape)
 
 
 def _descriptions(tensors: Tensors) -> str:

@@ -383,8 +383,7 @@ class Messages:
 
     def _hear(self, source: int) -> bool:
         """Move the next message of a rank forward; return whether it has arrived."""
-        incoming = self._incoming.get(source)
-        if incoming is None:
+        if (incoming := self._incoming.get(source)) is None:
             header = np.empty(_HEADER.itemsize, np.uint8)
             transfer = self._link.receive(header, source, EXCHANGE)
             incoming = self._incoming[source] = _IncomingMessage(source, header, deque([transfer]))

@@ -141,8 +141,7 @@ class ModelBuffers:
         Raises:
             StrategyError: If replicas have different shapes of a slot, or a frozen parameter that changes is not named.
         """
-        changed = np.flatnonzero(shares).tolist()
-        if not changed:
+        if not (changed := np.flatnonzero(shares).tolist()):
             return {}
         for number in np.flatnonzero(shares > 1).tolist():
             self.check_same_shapes(number, of_replicas, replicas)
@@ -288,7 +287,7 @@ class BuffersHere:
         if reads:
             columns = self._read(columns)
         sure = [number for number, column in enumerate(columns) if any(map(_is_sure, column))]
-        unsure = {number: column for number, column in enumerate(columns) if number not in sure and any_unknown(column)}
+        unsure = {number: column for number, column in enumerate(columns) if number not in sure and _unknown(column)}
         for number in sure:
             if any(_is_sure(one) and one > 1 for one in columns[number]):
                 self._buffers.check_same_shapes(number, slots, self._replicas)
@@ -305,7 +304,7 @@ class BuffersHere:
 
     def _read(self, columns: list[list[Fact]]) -> list[list[Fact]]:
         """Replace values on the device by numbers on the host, with one read for all."""
-        unknown = [one for column in columns for one in column if isinstance(one, torch.Tensor)]
+        unknown = [one for column in columns for one in _unknown(column)]
         if not unknown:
             return columns
         known = iter(self._memory.read(torch.stack(unknown)).tolist())
@@ -324,13 +323,13 @@ class BuffersHere:
     def _kept(self, number: int, value: torch.Tensor, column: Sequence[Fact]) -> torch.Tensor:
         """Return the new value if any replica has changed its own, else the old value. The host does not wait."""
         old = self._buffers.own.get(number, self._buffers.slots[number].tensor).detach()
-        has_changed = torch.stack([one for one in column if isinstance(one, torch.Tensor)]).any()
+        has_changed = torch.stack(_unknown(column)).any()
         return torch.where(has_changed, value, old)
 
 
-def any_unknown(column: Sequence[Fact]) -> bool:
-    """Return whether any value is on the device, unknown to the host."""
-    return any(isinstance(one, torch.Tensor) for one in column)
+def _unknown(column: Sequence[Fact]) -> list[torch.Tensor]:
+    """Return the values on the device, which the host does not know."""
+    return [one for one in column if isinstance(one, torch.Tensor)]
 
 
 def _is_sure(one: Fact) -> bool:

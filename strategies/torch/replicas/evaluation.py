@@ -286,8 +286,7 @@ class OutputsOfRows(EvaluationTask):
         if self.is_loss:
             parts = (None, None, outputs.outputs) if isinstance(outputs, Outcome) else outputs
             outputs = parts[2] if isinstance(parts, tuple) and len(parts) == 3 else None
-        leaves = trees.leaves(outputs)
-        if not leaves:
+        if not (leaves := trees.leaves(outputs)):
             which = "the loss function" if self.is_loss else "fn"
             raise ValueError(
                 f"{which} returns no outputs to predict; return (loss, metrics, outputs), or give predict a function "

@@ -264,8 +264,9 @@ def _install() -> None:
         everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
         _installed.extend([everything, aten])
         everything.fallback(torch.library.fallthrough_kernel, _KEY)
-        for name in _names_of_random_operators():
-            aten.impl(name, _drawing(name), _KEY)
+        for name in (one for one in torch._C._dispatch_get_all_op_names() if one.startswith("aten::")):
+            if _generator_argument(_schema(name)) is not None:
+                aten.impl(name.removeprefix("aten::"), _drawing(name.removeprefix("aten::")), _KEY)
         for name, with_generator in _OF_INDUCTOR.items():
             aten.impl(name, _drawing(with_generator), _KEY)
         setattr(torch.random, _DEFAULT, _GeneratorOfThread(getattr(torch.random, _DEFAULT)))
@@ -283,12 +284,6 @@ class _GeneratorOfThread:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_generator.now or self._of_process, name)
-
-
-def _names_of_random_operators() -> list[str]:
-    """Return the names of the operators that take a generator, without `aten::`."""
-    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
-    return [name.removeprefix("aten::") for name in names if _generator_argument(_schema(name)) is not None]
 
 
 def _schema(name: str) -> torch._C.FunctionSchema:

@@ -87,8 +87,7 @@ def groups_of(parameter: torch.Tensor) -> ReplicaGroups | None:
 
 def summed(parameter: torch.nn.Parameter) -> None:
     """Make the gradients of a grouped parameter sums over its groups."""
-    groups = groups_of(parameter)
-    if groups is not None:
+    if (groups := groups_of(parameter)) is not None:
         group_replicas(parameter, replace(groups, sums=True))
 
 
@@ -106,8 +105,7 @@ def row_of(name: str, parameter: torch.Tensor, replica: int, replicas: int) -> G
     Raises:
         StrategyError: If the parameter does not have one row for each group.
     """
-    groups = groups_of(parameter)
-    if groups is None:
+    if (groups := groups_of(parameter)) is None:
         return None
     count = groups.count(replicas)
     if not parameter.ndim or len(parameter) != count:
@@ -116,12 +114,6 @@ def row_of(name: str, parameter: torch.Tensor, replica: int, replicas: int) -> G
             f"has a row of it; give it a first axis of {count}"
         )
     return GroupRow(groups.row_of(replica, replicas), groups.gain(replicas))
-
-
-def part_of(parameter: torch.Tensor, row: GroupRow | None) -> torch.Tensor:
-    """Return a replica's part of a parameter, in the parameter's memory."""
-    whole = parameter.detach()
-    return whole if row is None else whole[row.number]
 
 
 class ReplicaRows:
@@ -155,7 +147,7 @@ class ReplicaRows:
     def put(self) -> Iterator[Mapping[int, torch.Tensor]]:
         """Put the rows into the module, and yield them by the ids of the whole parameters."""
         rows: dict[int, torch.Tensor] = {
-            number: torch.nn.Parameter(part_of(whole, self._rows[number]), whole.requires_grad)
+            number: torch.nn.Parameter(whole.detach()[self._rows[number].number], whole.requires_grad)
             for number, whole in self._wholes.items()
         }
         self.give(rows)
@@ -280,8 +272,7 @@ def _mapped(
     own: GradientMap, original: torch.Tensor, mine: torch.Tensor, gradients: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...]:
     """Map a gradient. Autograd calls this."""
-    gradient = gradients[0]
-    if gradient is None:
+    if (gradient := gradients[0]) is None:
         return tuple(gradients)
     is_same = original.data_ptr() == mine.data_ptr() and original.shape == mine.shape
     return (own(gradient, original if is_same else mine),)

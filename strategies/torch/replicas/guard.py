@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import NoReturn, Protocol, TypeAlias
 
@@ -139,21 +139,15 @@ class RepetitionGuard:
         Args:
             is_repeated: Whether the step is one whose first turn is repeated; in other steps nothing is searched.
         """
-        self.found, self._turn = "", 0
+        self.found, self._turn, self._searches, self._outside = "", 0, is_repeated, {}
         self._left.begin(self._strangers.items())
-        self._searches = is_repeated
-        if not is_repeated or is_compiled(self._module):  # a hook of all modules would make torch.compile start anew
+        with ExitStack() as hooks:
+            if is_repeated and not is_compiled(self._module):  # such a hook would make torch.compile start anew
+                self._own = set(map(id, self._module.modules()))
+                hooks.callback(register_module_forward_pre_hook(_called).remove)
             yield
-            self._left.end()
-            return
-        self._own = set(map(id, self._module.modules()))
-        hook = register_module_forward_pre_hook(_called)
-        try:
-            yield
-        finally:
-            hook.remove()
-            outside, self._outside = list(self._outside.values()), {}
-        for network, before, turns in outside:
+        outside, self._outside = self._outside, {}
+        for network, before, turns in outside.values():
             if len(turns) > 1 and (name := _written(network, before)):
                 self._find(
                     f"replicas have written {name} of a {type(network).__qualname__} outside of the module. It is one "
@@ -173,8 +167,7 @@ class RepetitionGuard:
         """Handle a module that is called."""
         if id(network) in self._own:
             return
-        known = self._outside.get(id(network))
-        if known is not None:
+        if (known := self._outside.get(id(network))) is not None:
             known[2].add(self._turn)
             return
         self._outside[id(network)] = network, _marks(network), {self._turn}

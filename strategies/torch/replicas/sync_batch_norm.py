@@ -325,7 +325,7 @@ def _statistics(x: torch.Tensor, add: AddRows) -> tuple[torch.Tensor, torch.Tens
     own = x.numel() // channels
     mean = variance = torch.zeros(channels, dtype=torch.float64, device=x.device)
     if own:
-        zeros = torch.zeros(channels, dtype=_wide(x.dtype), device=x.device)
+        zeros = torch.zeros(channels, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         found = torch.batch_norm_update_stats(x, zeros, torch.ones_like(zeros), 0.0)
         mean, variance = (one.double() for one in found)
     number = torch.tensor([own], dtype=torch.float64, device=x.device)
@@ -341,11 +341,6 @@ def _statistics(x: torch.Tensor, add: AddRows) -> tuple[torch.Tensor, torch.Tens
         return of_all, (squares - of_all.square()).clamp(min=0), count
     deviations = (variance + (mean - of_all).square()) * own  # sums of squares would lose float64's digits
     return of_all, add("forward, variances", deviations) / count, count
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which statistics of values of this dtype are computed."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _track(layer: torch.nn.SyncBatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> None:
@@ -372,7 +367,7 @@ class _Normalise(torch.autograd.Function):
         eps: float,
         add: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        wide = _wide(x.dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.count, ctx.eps, ctx.add = count, eps, add
@@ -383,7 +378,7 @@ class _Normalise(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, mean, variance = ctx.saved_tensors
-        wide, channels = _wide(x.dtype), x.shape[1]
+        wide, channels = torch.promote_types(x.dtype, torch.float32), x.shape[1]
         deviation = (variance + ctx.eps).rsqrt()
         mean, inverse = mean.to(wide), deviation.to(wide)
         by_weight = by_bias = torch.zeros(channels, dtype=wide, device=x.device)
