@@ -71,8 +71,8 @@ class ReplicaValues:
 
     def _raise_no_value(self, *others: object) -> NoReturn:
         raise StrategyError(
-            f"{self._name} was assigned in a step and is {self!r}, so outside of steps it has no value; return it as a "
-            "metric (log it in the step with self.log, in Lightning), or start one instance per replica"
+            f"{self._name} was assigned in a step and is {self!r}, so outside of steps it has no value; assign one, or "
+            "return it as a metric (log it in the step with self.log, in Lightning), or start one instance per replica"
         )
 
     def __deepcopy__(self, known: object) -> ReplicaValues:
@@ -121,22 +121,28 @@ class _Assigned:
         first: The value with which each replica begins; `_MISSING` if there was none.
         left: The value when the last replica ended, or what is there between steps.
         of: The values of the replicas.
-        shown: What was there last in place of different values.
+        shown: The values of the replicas at the end of the last step, and what was left in their place.
     """
 
     first: Tree
     left: Tree
     of: dict[int, Tree] = field(default_factory=dict)
-    shown: ReplicaValues | None = None
-
-    def are_left(self, now: Tree) -> bool:
-        """Return whether an attribute has still the value that the last replica has left."""
-        left = self.left
-        return now is left.holder and left.are_there if isinstance(left, _Contents) else now is left
+    shown: tuple[dict[int, Tree], Tree] = ({}, _MISSING)
 
     def of_replica(self, replica: int) -> Tree:
         """Return the value with which a replica begins a step; one that came later begins as another one does."""
         return self.of.get(replica, next(iter(self.of.values()), self.first))
+
+    def follow(self, now: Tree) -> bool:
+        """Give all replicas what the program has done to a container; return False if the attribute is another one."""
+        left = self.left
+        if not isinstance(left, _Contents):
+            return now is left
+        if now is left.holder and not left.are_there:
+            of = self.of.items()
+            self.of = {replica: _Contents(one.holder, _edited(one.elements, left.elements, now)) for replica, one in of}
+            self.left = _Contents(now, now.copy())
+        return now is left.holder
 
 
 @dataclass(frozen=True)
@@ -167,7 +173,9 @@ class Attributes:
     or if the last one is None, a string or the like, because the program could assign the same object unseen.
 
     A value that the program assigns holds for all replicas. Lists, dictionaries, sets and deques count by their
-    elements. Other objects that a step changes in place belong to the instance, and those of TorchScript to the module.
+    elements: if replicas have different keys or lengths, the attribute is `ReplicaValues`. If not, single elements can
+    be, and all replicas get the edits of the program. Other objects that a step changes in place belong to the
+    instance, and those of TorchScript to the module.
 
     Args:
         module: The module.
@@ -291,7 +299,7 @@ class Attributes:
 
     def _of_first(self, number: int, name: str) -> Tree:
         now, values = self._attributes[number].get(name, _MISSING), self._assigned.get((number, name))
-        if values is not None and values.are_left(now):
+        if values is not None and values.follow(now):
             now = values.of_replica(min(values.of, default=0))
         return now.elements if isinstance(now, _Contents) else now
 
@@ -325,7 +333,7 @@ class Attributes:
         """
         local = self._replicas = list(replicas)
         for (number, name), values in list(self._assigned.items()):
-            if values.are_left(self._attributes[number].get(name, _MISSING)):
+            if values.follow(self._attributes[number].get(name, _MISSING)):
                 values.of = {replica: values.of_replica(replica) for replica in local}
             else:
                 del self._assigned[number, name]
@@ -356,8 +364,11 @@ class Attributes:
             if key not in self._assigned and not earlier_contents.are_there:
                 self._begin(key, earlier_contents)
         for (number, name), values in self._assigned.items():
-            now = self._attributes[number].get(name, _MISSING)
-            values.of[replica] = values.left = _Contents(now, now.copy()) if type(now) in _CONTAINERS else now
+            now, then = self._attributes[number].get(name, _MISSING), values.of.get(replica)
+            if type(now) in _CONTAINERS:
+                is_same = isinstance(then, _Contents) and then.holder is now and then.are_there
+                now = then if is_same else _Contents(now, now.copy())
+            values.of[replica] = values.left = now
 
     def _begin(self, key: tuple[int, str], first: Tree) -> None:
         """Keep the values of an attribute from now on. Replicas that have not assigned it have the first value."""
@@ -366,23 +377,51 @@ class Attributes:
     def end(self) -> None:
         """End a step of all local replicas: leave `ReplicaValues` where no value would do for all."""
         for (number, name), values in self._assigned.items():
-            left, of = values.left, list(values.of.values())
-            are_numbers = all(_is_number(one) and not (number and isinstance(one, torch.Tensor)) for one in of)
-            if (are_numbers or _is_shared(left)) and not all(_are_equal(left, one) for one in of):
-                if values.shown is None or not _are_same(values.shown.of_replicas, values.of):
-                    values.shown = ReplicaValues(f"{self._names[number]}.{name}", values.of)
-                self._attributes[number][name] = values.left = values.shown
-                continue
-            values.shown = None
-            if type(left) is float:
-                self._attributes[number][name] = values.left = left * 1.0  # an object that the program does not have
+            of = values.of
+            if not _are_same(values.shown[0], of):
+                are_numbers = all(
+                    _is_number(one) and not (number and isinstance(one, torch.Tensor)) for one in of.values()
+                )
+                values.shown = dict(of), _outside(f"{self._names[number]}.{name}", of, values.left, are_numbers)
+            values.left = values.shown[1]
+            _put(self._attributes[number], name, values.left)
 
     def show(self) -> None:
         """Give attributes the values of the last local replica in place of `ReplicaValues`, when no step follows."""
         for (number, name), values in self._assigned.items():
-            if isinstance(values.left, ReplicaValues) and values.are_left(self._attributes[number].get(name, _MISSING)):
+            if values.follow(self._attributes[number].get(name, _MISSING)):
                 values.left = values.of[max(values.of)]
                 _put(self._attributes[number], name, values.left)
+
+
+def _outside(name: str, of: Mapping[int, Tree], left: Tree, is_refused: bool = False) -> Tree:
+    """Return what the program sees outside of steps, given the values of the replicas and the one that is left."""
+    elements = {replica: _keyed(one.elements) for replica, one in of.items() if isinstance(one, _Contents)}
+    if len(elements) == len(of) and all(one.keys() == _keyed(left.elements).keys() for one in elements.values()):
+        shown = left.elements.copy()
+        for key, one in {} if isinstance(shown, set) else _keyed(left.elements).items():
+            shown[key] = _outside(f"{name}[{key!r}]", {replica: each[key] for replica, each in elements.items()}, one)
+        return _Contents(left.holder, shown)
+    if (is_refused or _is_shared(left)) and not all(_are_equal(left, one) for one in of.values()):
+        return ReplicaValues(name, of)
+    return left * 1.0 if type(left) is float else left  # an object that the program does not have
+
+
+def _edited(own: Tree, left: Tree, now: Tree) -> Tree:
+    """Return a replica's elements after the edits that have made `now` of `left`, which has the same keys."""
+    found, before, of_replica = now.copy(), _keyed(left), _keyed(own)
+    places = {id(one): key for key, one in before.items()}
+    for key, one in {} if isinstance(now, set) else _keyed(now).items():
+        place = key if before.get(key, _MISSING) is one else places.get(id(one), _MISSING)
+        found[key] = of_replica.get(place, one)
+    return found
+
+
+def _keyed(elements: Tree) -> Mapping[Tree, Tree]:
+    """Return the elements of a container by their keys or places."""
+    if isinstance(elements, dict):
+        return elements
+    return dict.fromkeys(elements) if isinstance(elements, set) else dict(enumerate(elements))
 
 
 def _copied_apart(tensor: torch.Tensor, storages: Set[int]) -> torch.Tensor:
@@ -421,9 +460,7 @@ def _are_same(now: Mapping[Tree, Tree], before: Mapping[Tree, Tree]) -> bool:
 
 
 def _are_equal(one: Tree, other: Tree) -> bool:
-    """Return whether two values of an attribute are equal; for containers, whether both or none are empty."""
-    if isinstance(one, _Contents) and isinstance(other, _Contents):
-        return bool(one.elements) == bool(other.elements)
+    """Return whether two values of an attribute are equal."""
     try:
         return one is other or bool(one == other) or bool(one != one and other != other)  # NaN
     except Exception:  # arrays of several elements, and classes of the program
@@ -450,9 +487,9 @@ def _shown(value: Tree) -> str:
 
 def _is_shared(value: Tree) -> bool:
     """Return whether a program may have this very object in several places, as it has None."""
-    if isinstance(value, _Contents):
-        return not value.elements  # `clear` would change nothing
-    return value is _MISSING or (isinstance(value, _SHARED) and "<" not in getattr(value, "__qualname__", ""))
+    if value is _MISSING or isinstance(value, _Contents):  # `clear` or `add` may change nothing
+        return True
+    return isinstance(value, _SHARED) and "<" not in getattr(value, "__qualname__", "")
 
 
 # ---- the state
@@ -595,7 +632,8 @@ class ReplicaState:
         """
         found: list[float | torch.Tensor] = [0.0] * len(self._slots)
         for number, kept in self._kept.items():
-            tensor, value = kept.slot.tensor, self._beginning(number, replica)
+            tensor = kept.slot.tensor
+            value = self._own[number][replica] if number in self._own else kept.value
             if tensor.shape != value.shape:
                 found[number] = 2.0 * replicas  # with this term, the mean over replicas is above 1
             elif number in moving:
@@ -603,10 +641,6 @@ class ReplicaState:
             else:
                 found[number] = float(differs(tensor, value)) if waits else difference(tensor, value)
         return found
-
-    def _beginning(self, number: int, replica: int) -> torch.Tensor:
-        own = self._own.get(number)
-        return self._kept[number].value if own is None else own[replica]
 
     def slots(self, changes: Changes) -> list[Slot]:
         """Return the slots of a replica, with copies of those that it may have changed."""

@@ -243,6 +243,7 @@ ASSIGNED = [
     row("a number is assigned", remembers(0, counted), program=assigning(None, 10, None, 3, None)),
     row("a number that differs is assigned", remembers(0.0, largest), program=assigning(0.0, None, 0.5, None, None)),
     row("a list is assigned", remembers([], appended), program=assigning(None, [5.0], None, [], None)),
+    row("a list is edited", remembers([], appended), program=list_edited),
     row("nothing is assigned in place of a matrix", remembers(None, hidden), program=nothing_left),
     row("NaN is assigned to a part", remembers(None, at_least), program=nan_left),
     row("a mode is assigned", remembers(None, mode_changed),
@@ -673,6 +674,64 @@ class Switched(nn.Module):
         scale = {None: 1.0, False: 2.0, True: 0.5, "far": 0.25, 3: 3.0}[self.part.value]
         self.part.value = (None, False, True, "far")[int(x.detach().sum()) % 4]
         return self.last(torch.cat([x, x], 1)[:, : self.last.in_features]) * scale
+
+
+class Kept(nn.Module):
+    """A part with a container of one value, which rows switch, and the program too."""
+
+    def __init__(self, container, key):
+        super().__init__()
+        self.last, self.part, self.key = HEAD(), nn.Module(), key
+        self.part.kept = container
+
+    def forward(self, x):
+        scale = {None: 1.0, False: 2.0, True: 0.5, "far": 0.25, 3: 3.0, 0.5: 0.7}[self.part.kept[self.key]]
+        self.part.kept[self.key] = (None, False, True, "far", 0.5)[int(x.detach().sum()) % 5]
+        return self.last(torch.cat([x, x], 1)[:, : self.last.in_features]) * scale
+
+
+EDITS = {
+    "nothing": lambda kept, key: kept.__setitem__(key, None),
+    "a truth value": lambda kept, key: kept.__setitem__(key, True),
+    "a string": lambda kept, key: kept.__setitem__(key, "far"),
+    "a number": lambda kept, key: kept.__setitem__(key, 3),
+    "a fraction": lambda kept, key: kept.__setitem__(key, 0.5),
+    "another element": lambda kept, key: kept.update(other=1) if key == "mode" else kept.append(1),
+    "a place": lambda kept, key: kept.__setitem__("mode", kept.pop("spare")) if key == "mode" else kept.reverse(),
+}
+CONTAINERS = {
+    "a dictionary": (lambda: {"spare": 3, "mode": None}, "mode"),
+    "a list": (lambda: [3, None], 1),
+    "a deque": (lambda: collections.deque([3, None]), 1),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_edits_of_a_container_between_steps_hold_for_all_replicas(container, edit, on_instances):
+    """Also if the last replica has left the very same element; other elements stay those of each replica."""
+    make, key = CONTAINERS[container]
+
+    def edited_between_steps(module, optimizer):
+        for number in range(STEPS):
+            yield
+            if edit != "a place" or container != "a dictionary" or not number:
+                EDITS[edit](module.part.kept, key)
+
+    idiom = Idiom("edited", lambda: Kept(make(), key), program=edited_between_steps)
+    has_bits_on_instances(idiom, bits_of(by_copies(idiom, REPLICAS)), on_instances)
+
+
+@pytest.mark.parametrize("change", [put_into_set, sometimes_appended])
+def test_a_container_of_other_lengths_has_no_value_between_steps(change):
+    """`add` and `clear` could change nothing in that of the last replica."""
+    module = drawn(remembers(set() if change is put_into_set else [], change))
+    trainer = sgd_trainer(REPLICAS, module)
+    trainer.step(rows_of(0, range(REPLICAS)))
+    with pytest.raises(StrategyError, match=r"Remembers\.value was assigned in a step and is .* assign one"):
+        module.value.clear()
+    module.value = type(module.value.of_replicas[0].holder)()
+    trainer.step(rows_of(1, range(REPLICAS)))
 
 
 @pytest.mark.parametrize("value", [None, False, True, "far", 3])
