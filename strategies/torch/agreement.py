@@ -18,8 +18,10 @@ from functools import partial
 from types import CellType, CodeType, FunctionType
 from typing import TypeGuard
 
+import numpy as np
 import torch
 
+from collectives import Communicator
 from strategies.core.agreement import broadcast_text
 from strategies.core.journal import Recorded
 from strategies.core.survival import collectively
@@ -66,6 +68,22 @@ def broadcast_order(replicas: Replicas, order: Order, root: int = 0) -> Order:
     text = broadcast_text(replicas.communicator, json.dumps(order), root, "order of the module's parts")
     received: Order = json.loads(text)
     return received
+
+
+def gather_bytes(communicator: Communicator, data: bytes, name: str) -> list[bytes]:
+    """Return the bytes of all ranks on every rank, in their order. Collective.
+
+    Args:
+        communicator: The communicator of all instances.
+        data: The bytes of this rank, at least one.
+        name: The name of the call in messages.
+    """
+    own = np.frombuffer(data, np.uint8)
+    sizes = communicator.all_gather(np.array([own.size]), name=f"sizes of {name}").reshape(-1)
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: own.size] = own
+    gathered = communicator.all_gather(padded, name=name)
+    return [one[:size].tobytes() for one, size in zip(gathered, sizes, strict=True)]
 
 
 def agree_on_order(replicas: Replicas, module: torch.nn.Module) -> None:

@@ -224,7 +224,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         dataset = replicas.dataset_of(given)
         if (replicas.communicator.size > 1 or replicas.journal.is_kept) and not self._is_recorded:
             programs = {
-                "the module": lines_of_module(training.module, training.attributes.of_steps),
+                "the module": lines_of_module(training.module, training.attributes.of_all(replicas.communicator)),
                 "the loss function": lines_of_function(self._loss_fn),
                 "the update": lines_of_optimizer(training.optimizer),
                 "map_gradient": lines_of_function(self._options.map_gradient),

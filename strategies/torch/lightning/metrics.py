@@ -22,6 +22,7 @@ from collectives import Communicator
 from strategies.core.agreement import broadcast_bytes
 from strategies.errors import StrategyError
 from strategies.strategy import Strategy
+from strategies.torch.agreement import gather_bytes
 from strategies.typing import Tree
 
 Value = TypeVar("Value")
@@ -55,12 +56,8 @@ def gather_objects(communicator: Communicator, value: Value, name: str) -> list[
     """
     if communicator.size == 1:
         return [value]
-    own = np.frombuffer(pickle.dumps(value, _PROTOCOL), np.uint8)
-    sizes = communicator.all_gather(np.array([own.size]), name=f"sizes of {name}").reshape(-1)
-    padded = np.zeros(int(sizes.max()), np.uint8)
-    padded[: own.size] = own
-    gathered = communicator.all_gather(padded, name=name)
-    return [pickle.loads(one[:size].tobytes()) for one, size in zip(gathered, sizes, strict=True)]  # noqa: S301
+    gathered = gather_bytes(communicator, pickle.dumps(value, _PROTOCOL), name)
+    return [pickle.loads(one) for one in gathered]  # noqa: S301
 
 
 _COUNTERS = ("_update_count", "_computed", "_forward_cache")
@@ -220,16 +217,15 @@ class StepLogs:
         module: The module whose replicas log.
         strategy: The strategy of the replicas.
         is_training: Whether this is a training step.
+
+    Attributes:
+        weights: The weights of the replicas whose loss has one; their values count as much.
     """
 
     def __init__(self, module: pl.LightningModule, strategy: Strategy, is_training: bool) -> None:
         self._module, self._strategy, self._is_training = module, strategy, is_training
         self._of: dict[int, list[_Logged]] = {}
-        self._weights: dict[int, float] = {}
-
-    def weigh(self, replica: int, weight: float) -> None:
-        """Let the values of a replica count as much as its loss."""
-        self._weights[replica] = weight
+        self.weights: dict[int, float] = {}
 
     @contextmanager
     def of(self, replica: int, batch: object) -> Iterator[None]:
@@ -295,7 +291,7 @@ class StepLogs:
             return
         logged = np.zeros((replicas, len(names), 4))
         for replica, own in self._of.items():
-            weight = self._weights.get(replica, 1.0)
+            weight = self.weights.get(replica, 1.0)
             logged[replica] = [(one.value, one.rows, weight if self._is_training else one.rows, 1) for one in own]
         communicator.all_reduce(logged, name=f"logged: {', '.join(names)}")
         for number, call in enumerate(calls):

@@ -156,14 +156,13 @@ class ReplicaSteps:
             with self._logging(replica, rows, logs, is_again), self._precision.train_step_context(), states_to(stated):
                 output = self._redirected(model, self._module, "training_step", rows, *others, **named)
             outputs[replica] = output
-            weight = one_of(stated, "call strategies.torch.loss_weight once in training_step")
-            if weight is not None:
+            if (weight := one_of(stated, "call strategies.torch.loss_weight once in training_step")) is not None:
                 if share > 1:
                     raise StrategyError(
                         f"the loss has a weight, but accumulate_grad_batches={share} gives all batches the same one; "
                         "leave it out, and use larger batches or more replicas"
                     )
-                logs.weigh(replica, number_of(weight))
+                logs.weights[replica] = number_of(weight)
             loss = _loss_of(output) / share
             return Outcome(loss if scaler is None else scaler.scale(loss), weight=weight)
 

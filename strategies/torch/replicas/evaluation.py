@@ -343,7 +343,7 @@ class TorchRows:
             return
         self._agreed.add(key)
         programs = {
-            "the module": lines_of_module(state.module, state.attributes.of_steps),
+            "the module": lines_of_module(state.module, state.attributes.of_all(replicas.communicator)),
             f"the function of the {task.title}": lines_of_function(task.code),
         }
         options = {"seed": self._seed, "step": state.step}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
@@ -19,7 +20,9 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
+from collectives import Communicator
 from strategies.errors import SpareError, StrategyError
+from strategies.torch.agreement import gather_bytes
 from strategies.torch.replicas.buffers import ModelBuffers
 from strategies.torch.replicas.guard import WriteMarks
 from strategies.torch.replicas.module_parts import Slot, difference, differs
@@ -261,6 +264,15 @@ class Attributes:
                     if contents is not None and own is not None and own.are_there:
                         contents.put()
         self._take_assigned(before)
+
+    def of_all(self, communicator: Communicator) -> Counter[tuple[int, str]]:
+        """Return `of_steps`, also with the attributes that steps have assigned on other instances only. Collective."""
+        places = {id(one): number for number, one in enumerate(self._attributes)}
+        own = [(places[of], name) for of, name in self.of_steps if of in places]
+        for text in gather_bytes(communicator, json.dumps(own).encode(), "attributes that steps assign"):
+            for number, name in json.loads(text):
+                self.of_steps.setdefault((id(self._attributes[number]), name), 0)
+        return self.of_steps
 
     def _contents(self) -> Iterator[tuple[tuple[int, str], _Contents]]:
         for number, attributes in enumerate(self._attributes):

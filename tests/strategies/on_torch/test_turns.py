@@ -747,6 +747,22 @@ def test_a_value_that_the_program_assigns_to_a_part_holds_for_all_replicas(value
     has_bits_on_instances(idiom, bits_of(by_copies(idiom, REPLICAS)), on_instances)
 
 
+def test_an_attribute_that_only_some_instances_have_assigned_is_no_disagreement(on_instances):
+    """Batches of a new size, and evaluations, compare the attributes of the module between instances."""
+
+    def trained(strategy):
+        module = drawn(remembers(None, sometimes))
+        trainer, local = sgd_trainer(strategy, module), strategy.local_replicas
+        for step in range(STEPS):
+            rows = slice((1 + step % 2) * local.start, (1 + step % 2) * local.stop)
+            batch = {name: one[rows] for name, one in rows_of(step, range(REPLICAS)).items()}
+            trainer.step(batch)
+            trainer.evaluate([batch])
+        return strategies.fingerprint(module.state_dict())
+
+    assert len({one for count in (1, 2, 4) for one in on_instances(count, REPLICAS, trained)}) == 1
+
+
 # ---- parts of the library together
 
 
