@@ -192,8 +192,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="gradients on a device that share memory are added to each other",
         path="strategies/torch/exchange/plan.py",
-        old="            if address in seen:",
-        new="            if address in ():",
+        old="            if (address := gradient.data_ptr()) in seen:",
+        new="            if (address := gradient.data_ptr()) in ():",
         caught_by="tests/strategies/on_torch/test_steps_on_a_device.py::test_gradients_in_one_memory_are_added_apart",
     ),
     Fault(
@@ -480,8 +480,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="gradients of autograd.grad are local, without a warning",
         path="strategies/torch/distributed_model/averaging.py",
-        old="        if names:\n            self._warn(",
-        new="        if not names:\n            self._warn(",
+        old="if one.requires_grad and is_returned(one)]:",
+        new="if one.requires_grad and not is_returned(one)]:",
         caught_by="tests/strategies/on_torch/test_gradient_averaging.py::TestAutogradGrad::test_gradients_of_parameters_warn_once_by_name",
     ),
     Fault(

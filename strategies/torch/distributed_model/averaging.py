@@ -172,8 +172,7 @@ class GradientAveraging:
         if not self.loop.syncs:
             self.loop.carry(parameter)
             return
-        model_pass = self._pass
-        if model_pass is None or torch._C._current_graph_task_id() not in model_pass.tasks:
+        if (model_pass := self._pass) is None or torch._C._current_graph_task_id() not in model_pass.tasks:
             model_pass = self._enter()
         if not self.parts.leaves_early or self.parts.is_behind:
             model_pass.came.add(id(parameter))
@@ -305,8 +304,7 @@ class GradientAveraging:
         """Warn, once, if the backward pass returned gradients of parameters instead of accumulating them."""
         if self.is_alone or _GRAD in self._warned:
             return
-        names = [name for name, one in self.parts.named if one.requires_grad and is_returned(one)]
-        if names:
+        if names := [name for name, one in self.parts.named if one.requires_grad and is_returned(one)]:
             self._warn(
                 _GRAD,
                 f"{_GRAD} has returned gradients of {', '.join(names[:_MOST])} of a DistributedModel, which are "

@@ -395,8 +395,7 @@ class ReplicaBackward:
 
         def catch_up() -> MeanPassResult | None:
             nonlocal batch
-            meeting = meet(replicas)
-            if not meeting.is_late:
+            if not (meeting := meet(replicas)).is_late:
                 batch = replicas.replicas_batch(batch)
                 return None
             means = averaging.parts.shared(None, meeting.newest)  # of a step that the others have completed
@@ -471,7 +470,7 @@ class ReplicaBackward:
             gradients = {number: one.grad for one in parts.watch.parameters if (number := id(one)) in came}
             weight, state = loop.weights.total, turns.state
             changed = state.changes(replica, parts.buffers.moving, self._replicas.num_replicas_in_sync)
-            slots = state.slots(changed)
+            slots = state.slots(replica, changed)
         for parameter in begin:
             parameter.grad = None
         changes = {slot.name: float(one) for slot, one in zip(slots, changed, strict=True)}

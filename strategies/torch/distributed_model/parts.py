@@ -373,8 +373,7 @@ class AveragedParts:
         watch = self.watch
         if watch.has_other_parts:
             named = self._module.named_parameters()
-            unknown = [name for name, one in named if one not in self._hooks and one.requires_grad]
-            if unknown:
+            if unknown := [name for name, one in named if one not in self._hooks and one.requires_grad]:
                 raise StrategyError(
                     f"{unknown[0]} is new in the module, and its gradient was missed in a backward pass that "
                     "does not come from the DistributedModel; call the DistributedModel, not the module in it"

@@ -412,8 +412,7 @@ class BackwardPasses:
             StrategyError: If the pass is nested in an outer pass in which no model of this object takes part. No
                 callback could be queued for the end of the outer pass.
         """
-        task = torch._C._current_graph_task_id()
-        if task in self.tasks:
+        if (task := torch._C._current_graph_task_id()) in self.tasks:
             return
         if not is_nested():
             self.settle()

@@ -130,8 +130,7 @@ class HostExchange(GradientExchange):
         buffer = self.plan.layouts[own.bucket].buffers[own.buffer]
         if gradient.numel() != buffer.size or gradient.device != HOST or not gradient.is_contiguous():
             return False
-        array = as_array(gradient)
-        if array.dtype != buffer.dtype:
+        if (array := as_array(gradient)).dtype != buffer.dtype:
             return False
         self._borrowed[place][own.bucket, own.buffer] = array.reshape(-1)
         return True

@@ -351,7 +351,6 @@ def separate(gradients: list[torch.Tensor | None]) -> None:
     seen: set[int] = set()
     for number, gradient in enumerate(gradients):
         if gradient is not None and gradient.layout is torch.strided and gradient.numel():
-            address = gradient.data_ptr()
-            if address in seen:
+            if (address := gradient.data_ptr()) in seen:
                 gradients[number] = gradient.clone()
             seen.add(address)

@@ -346,8 +346,7 @@ class ShardedLoader(ReplicaLoader):
     @override
     def state_dict(self) -> dict[str, Tree]:
         """Return also the pass, a digest of its order, and the states of the sampler before it and now."""
-        begun = self._pass
-        if begun is None or begun.number < 0:
+        if (begun := self._pass) is None or begun.number < 0:
             return super().state_dict()
         states = {"pass": begun.number, "order": _digest_of(begun.order).hex()}
         if begun.states:
@@ -409,8 +408,7 @@ class ShardedLoader(ReplicaLoader):
         loader, rule = self._loaders[replica], self._rule
         planned = []
         for step in range(start, rule.steps):
-            chosen = [begun.order[place] for place in rule.positions(step, replica)]
-            if chosen:
+            if chosen := [begun.order[place] for place in rule.positions(step, replica)]:
                 units = chosen if self._has_rows else cast(list[object], chosen[0])
                 planned.append(_Units(units, self._seed_of(replica, begun, step)))
         cast(_PlannedUnits, loader.batch_sampler)[:] = planned

@@ -100,8 +100,7 @@ def recorded(loss: torch.Tensor, begins: Sequence[int]) -> RecordedGraph:
             if following is None:
                 shape.append(_NOWHERE)
                 continue
-            found = numbers.setdefault(following, len(nodes))
-            if found == len(nodes):
+            if (found := numbers.setdefault(following, len(nodes))) == len(nodes):
                 nodes.append(following)
             shape += (found, place)
     order = sorted(sequence, key=sequence.__getitem__)

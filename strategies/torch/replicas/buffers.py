@@ -50,7 +50,6 @@ class ModelBuffers:
         slots: The places of the buffers and frozen parameters.
         declared: The ways of agreement given by name, by the names of buffers and frozen parameters.
         moving: The numbers of the slots that a step has changed, from the first change on.
-        touched: The names of the frozen parameters that local replicas have written, even if no bit has changed.
         are_known: Whether a step was made with these slots. Frozen parameters that steps write are in `written` then.
         reductions: For each slot, the way of agreement.
         own: The values of slots that each replica keeps for itself, by number; the first axis is that of all replicas.
@@ -67,7 +66,6 @@ class ModelBuffers:
         self._shown = shown
         self.slots: list[Slot] = []
         self.moving: frozenset[int] = frozenset()
-        self.touched: set[str] = set()
         self.are_known = False
         self.own: dict[int, torch.Tensor] = {}
         self._bucket: Bucket | None = None  # the memory of the means
@@ -110,7 +108,7 @@ class ModelBuffers:
         """The names of the frozen parameters that a step has written, or that the program has declared as changing."""
         slots = enumerate(self.slots)
         names = [slot.name for number, slot in slots if slot.is_parameter and number in self.moving]
-        return frozenset([*names, *self.declared, *self.touched])
+        return frozenset([*names, *self.declared])
 
     def follow_shown(self) -> None:
         """Copy to all replicas the changes that the program has made to the module's buffers."""

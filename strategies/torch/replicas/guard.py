@@ -49,8 +49,7 @@ class StrayGradients:
     def end(self) -> None:
         """Remember the gradients that the step has left, and watch all optimizers from the first one on."""
         for parameter, name, gradient, version in self._before:
-            now = parameter.grad
-            if now is not None and (now._version != version or now is not gradient):
+            if (now := parameter.grad) is not None and (now._version != version or now is not gradient):
                 self._left[parameter] = weakref.ref(now), now._version, name
         self._before = []
         if self._left and not self._is_watching:
@@ -66,8 +65,7 @@ def _check_no_stray_gradients(
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             gradient, version, name = left.get(parameter, (lambda: None, 0, ""))
-            now = gradient()
-            if now is not None and now is parameter.grad and now._version == version:
+            if (now := gradient()) is not None and now is parameter.grad and now._version == version:
                 raise StrategyError(
                     f"{type(optimizer).__name__} would use a gradient that the loss function of a Trainer has left in "
                     f"the {name}, which is outside of the Trainer's module. It is no mean over all replicas: each "

@@ -41,7 +41,11 @@ class Slot(NamedTuple):
 
     def copied(self) -> Slot:
         """Return a slot outside of the module, with a copy of the tensor."""
-        return self._replace(holder={self.key: self.tensor.detach().clone()})
+        return self.holding(self.tensor.detach().clone())
+
+    def holding(self, tensor: torch.Tensor) -> Slot:
+        """Return a slot outside of the module, with another tensor."""
+        return self._replace(holder={self.key: tensor})
 
     def put(self, value: torch.Tensor) -> None:
         """Copy a value into the tensor, or into a new tensor if the shapes differ. Autograd must be off."""

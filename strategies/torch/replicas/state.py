@@ -295,8 +295,7 @@ class Attributes:
         for number, attributes in enumerate(self._attributes):
             for name in sorted(name for of, name in self.of_steps if of == id(attributes)):
                 names.append((number, name))
-                value = self._of_first(number, name)
-                if value is _MISSING:
+                if (value := self._of_first(number, name)) is _MISSING:
                     gone.append((number, name))
                     continue
                 try:
@@ -546,6 +545,8 @@ class ReplicaState:
         self._slots: Sequence[Slot] = ()
         self._own: Mapping[int, torch.Tensor] = {}
         self._have_own = False
+        self._written: dict[int, set[str]] = {}  # by replica, the frozen parameters that it has written
+        self._marks: dict[int, WriteMarks] = {}  # since it began or came back
         self._view: AttributeView | None = None  # at the beginning of the step
         self._after: AttributeView | None = None  # after its turns
         self._step: int | None = None
@@ -628,13 +629,17 @@ class ReplicaState:
             with torch.no_grad():
                 self._kept[number].slot.put(own[replica])
         self._is_fresh = False
-        marks = WriteMarks([(one.slot.name, one.slot.tensor) for one in self._kept.values() if one.slot.is_parameter])
+        self._written[replica] = set()
+        self._mark(replica)
         with self.attributes.of(replica) if self._have_own else nullcontext():
             yield
-        self.buffers.touched |= marks.counted()
+
+    def _mark(self, replica: int) -> None:
+        named = [(one.slot.name, one.slot.tensor) for one in self._kept.values() if one.slot.is_parameter]
+        self._marks[replica] = WriteMarks(named)
 
     def changes(self, replica: int, moving: frozenset[int], replicas: int, waits: bool = True) -> Changes:
-        """Return which slots a replica has changed, when its passes have ended.
+        """Return which slots a replica has changed, when its passes have ended. Frozen parameters need only be written.
 
         Args:
             replica: The replica.
@@ -643,21 +648,28 @@ class ReplicaState:
             waits: Whether to wait for a device.
         """
         found: list[float | torch.Tensor] = [0.0] * len(self._slots)
+        written = self._written[replica] | self._marks[replica].counted()
         for number, kept in self._kept.items():
-            tensor = kept.slot.tensor
-            value = self._own[number][replica] if number in self._own else kept.value
+            tensor, value = kept.slot.tensor, self._beginning(number, replica)
             if tensor.shape != value.shape:
                 found[number] = 2.0 * replicas  # with this term, the mean over replicas is above 1
-            elif number in moving:
+            elif number in moving or kept.slot.name in written:
                 found[number] = 1.0
             else:
                 found[number] = float(differs(tensor, value)) if waits else difference(tensor, value)
         return found
 
-    def slots(self, changes: Changes) -> list[Slot]:
-        """Return the slots of a replica, with copies of those that it may have changed."""
-        pairs = zip(self._slots, changes, strict=True)
-        return [slot if isinstance(one, float) and not one else slot.copied() for slot, one in pairs]
+    def _beginning(self, number: int, replica: int) -> torch.Tensor:
+        return self._own[number][replica] if number in self._own else self._kept[number].value
+
+    def slots(self, replica: int, changes: Changes) -> list[Slot]:
+        """Return the slots of a replica: copies of those that it may have changed, others as at the beginning."""
+        found = list(self._slots)
+        for number in self._kept:
+            slot, one = found[number], changes[number]
+            is_same = isinstance(one, float) and not one
+            found[number] = slot.holding(self._beginning(number, replica)) if is_same else slot.copied()
+        return found
 
     @property
     def kept_names(self) -> frozenset[str]:
@@ -672,16 +684,18 @@ class ReplicaState:
 
     # ---- while another replica computes
 
-    def leave(self) -> tuple[list[tuple[Slot, torch.Tensor]], AttributeView]:
+    def leave(self, replica: int) -> tuple[list[tuple[Slot, torch.Tensor]], AttributeView]:
         """Take the state of a replica away, which waits for others. The module has the attributes of the beginning."""
+        self._written[replica] |= self._marks[replica].counted()
         slots = [(kept.slot, kept.slot.tensor.detach().clone()) for kept in self._kept.values()]
         view = self.attributes.view()
         self.attributes.put(self.view_before, of_all=False)
         return slots, view
 
-    def come_back(self, left: tuple[list[tuple[Slot, torch.Tensor]], AttributeView]) -> None:
+    def come_back(self, replica: int, left: tuple[list[tuple[Slot, torch.Tensor]], AttributeView]) -> None:
         """Give the module the state that a replica has left."""
         with torch.no_grad():
             for slot, value in left[0]:
                 slot.put(value)
+        self._mark(replica)
         self.attributes.put(left[1], of_all=False)

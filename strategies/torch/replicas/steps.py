@@ -281,7 +281,7 @@ class LocalReplicas:
                 self._instruments.replica_ends(replica, 0, 0 if self.exchange is None else self._last)
             moving = self._training.buffers.moving
             changes = self.state.changes(replica, moving, self._of_all, waits=not self._instances)
-            return ReplicaResults(passes, seen, changes, self.state.slots(changes)), gradients
+            return ReplicaResults(passes, seen, changes, self.state.slots(replica, changes)), gradients
 
     @contextmanager
     def _counting(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
@@ -312,10 +312,10 @@ class LocalReplicas:
         """Take the module away from a replica that waits for others, and return the way back."""
         if len(self.replicas) == 1:
             return lambda: None
-        gradients, state = [mine.grad for _, mine in pairs], self.state.leave()
+        gradients, state = [mine.grad for _, mine in pairs], self.state.leave(self.replicas[place])
 
         def come_back() -> None:
-            self.state.come_back(state)
+            self.state.come_back(self.replicas[place], state)
             self.rows[place].give(rows)
             for (_, mine), gradient in zip(pairs, gradients, strict=True):
                 mine.grad = gradient

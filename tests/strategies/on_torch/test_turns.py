@@ -282,6 +282,34 @@ def of_rows(key, query, x):
     key.data.mul_(0.9).add_(x.mean(), alpha=0.1)
 
 
+@torch.no_grad()
+def copied_by_some(key, query, x):
+    """Copy the query, to which the key is equal at first, for some rows only."""
+    if x.sum() > 0:
+        key.copy_(query)
+
+
+def copied_later(key, query, x):
+    """Copy the query for some rows in the first step, and for all rows later."""
+    with torch.no_grad():
+        if x.sum() > 0 or not torch.equal(key, query):
+            key.copy_(query)
+
+
+class Meeting(Frozen):
+    """A momentum encoder that some replicas write between two layers in which they meet."""
+
+    def __init__(self, write):
+        super().__init__(write)
+        self.norm, self.again = nn.SyncBatchNorm(6), nn.SyncBatchNorm(6)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.norm(self.query(x)))
+        for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            self.write(key, query, x)
+        return self.last(hidden + self.again(self.key(x)))
+
+
 class Grows(nn.Module):
     """A buffer that is empty until the first pass, and is replaced in each pass."""
 
@@ -378,6 +406,8 @@ PARTS = [
     row("frozen parameters", lambda: Frozen(moved)),
     row("frozen parameters with new data", lambda: Frozen(by_data)),
     row("frozen parameters that differ", lambda: Frozen(of_rows)),
+    row("frozen parameters that some replicas copy", lambda: Frozen(copied_by_some)),
+    row("frozen parameters that some replicas copy at first", lambda: Frozen(copied_later)),
     row("a buffer that grows", Grows),
     row("an LSTM with dropout", recurrent(nn.LSTM)),
     row("a GRU with dropout", recurrent(nn.GRU)),
@@ -827,6 +857,12 @@ class Synchronised(nn.Module):
         self.seen.append(self.largest + random.random())
         hidden = self.again(self.second(hidden))
         return self.last(self.dropout(hidden)) * (np.random.rand() + sum(self.seen))  # noqa: NPY002
+
+
+@pytest.mark.parametrize("write", [copied_by_some, copied_later])
+def test_layers_that_meet_have_the_same_bits_with_frozen_parameters_that_some_write(write, on_instances):
+    idiom = Idiom("meets", lambda: Meeting(write), program=uneventful)
+    has_bits_on_instances(idiom, bits_of(by_trainer(idiom, strategies.IPUStrategy(REPLICAS))), on_instances)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
