@@ -23,7 +23,7 @@ from strategies.torch.exchange.plan import TorchGradientPlan
 from strategies.torch.options import TorchOptions
 from strategies.torch.replicas.buffers import ModelBuffers
 from strategies.torch.replicas.module_parts import ModuleWatch
-from strategies.torch.replicas.state import Attributes
+from strategies.torch.replicas.state import attributes_of
 from strategies.torch.replicas.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import HOST, ReplicaMemory, as_array, as_tensor, host_array, real_view
 from strategies.torch.updates import (
@@ -75,7 +75,7 @@ class TorchTraining:
         self.module, self.optimizer, self.update = module, optimizer, update
         self.watch = ModuleWatch(module)
         self.buffers = ModelBuffers(module, options.model_state_aggregation, replicas.num_replicas_in_sync)
-        self.attributes = Attributes(module)
+        self.attributes = attributes_of(module)
         self.step = 0
         self.loss_scale: LossScale | None = None if options.scaling is None else options.scaling.start()
         self.memory_of_replicas = ReplicaMemory(None if options.device is None else device_of(module))

@@ -39,7 +39,7 @@ from strategies.torch.replicas.generators import has_baton
 from strategies.torch.replicas.gradient_map import groups_of
 from strategies.torch.replicas.guard import check_repetition, search
 from strategies.torch.replicas.module_parts import check_not_compiled, stop_profiling
-from strategies.torch.replicas.state import Attributes
+from strategies.torch.replicas.state import Attributes, attributes_of
 from strategies.torch.replicas.sync_batch_norm import check_no_sync_layers, sync_layers_of
 from strategies.torch.replicas.turns import Gradients, ReplicaTurns, TurnsOfStep
 from strategies.torch.tensors import keep_freed_memory, use_deterministic_operations
@@ -353,7 +353,7 @@ class ReplicaBackward:
     def __init__(self, averaging: GradientAveraging) -> None:
         self._averaging, self._module, self._replicas = averaging, averaging.module, averaging.replicas
         self._has_warned = False
-        self.attributes = Attributes(self._module)
+        self.attributes = attributes_of(self._module)
         self._turns: ReplicaTurns[PassResult] | None = None
         self._key: object = None
         self._first_step = 0

@@ -306,10 +306,8 @@ def _joined(parts: Sequence[torch.Tensor], multiple: int) -> torch.Tensor:
     """Concatenate flat tensors, each padded to a multiple of elements; a single tensor stays as it is."""
     if len(parts) == 1:
         return parts[0].contiguous()
-    pieces = []
-    for part in parts:
-        pieces += [part, part.new_zeros(_rounded_up(part.numel(), multiple) - part.numel())]
-    return torch.cat(pieces)
+    pairs = [(part, part.new_zeros(_rounded_up(part.numel(), multiple) - part.numel())) for part in parts]
+    return torch.cat([one for pair in pairs for one in pair])
 
 
 def _multiple(dtype: np.dtype) -> int:

@@ -15,7 +15,7 @@ from strategies.exchange.flat import FlatLayout, private_memory
 from strategies.exchange.means import Bucket, Means
 from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.exchange.plan import Fact
-from strategies.torch.options import FIRST, MEAN, PER_REPLICA, Aggregation
+from strategies.torch.options import FIRST, MEAN, PER_REPLICA, WORDS, Aggregation
 from strategies.torch.replicas.module_parts import Slot, slots_of
 from strategies.torch.replicas.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import (
@@ -89,12 +89,8 @@ class ModelBuffers:
         alike = {id(layer._buffers) for layer in sync_layers_of(self._module).values()}  # equal on all replicas
         self.reductions = [_reduction(slot, self._aggregation, id(slot.holder) in alike) for slot in slots]
         self.moving = frozenset(number for number, name in enumerate(names) if name in moving)
-        places = enumerate(zip(slots, self.reductions, strict=True))
-        each = [
-            n
-            for n, (slot, reduction) in places
-            if reduction == PER_REPLICA and (self.declared or not slot.is_parameter)
-        ]
+        each = [number for number, word in enumerate(self.reductions) if word == PER_REPLICA]
+        each = [number for number in each if self.declared or not slots[number].is_parameter]
         self.own = {number: self._of_all(slots[number].tensor, own.get(names[number])) for number in each}
 
     def _of_all(self, tensor: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
@@ -143,9 +139,8 @@ class ModelBuffers:
             return {}
         for number in np.flatnonzero(shares > 1).tolist():
             self.check_same_shapes(number, of_replicas, replicas)
-        each = [number for number in changed if self.reductions[number] == PER_REPLICA]
-        means = [number for number in changed if self.reductions[number] == MEAN]
-        firsts = [number for number in changed if self.reductions[number] == FIRST]
+        by_word = {word: [number for number in changed if self.reductions[number] == word] for word in WORDS}
+        means, firsts, each = by_word[MEAN], by_word[FIRST], by_word[PER_REPLICA]
         self.check_declared_by_name(each)
         found = self._means(means, of_replicas, replicas) if means else {}
         found |= self._firsts(firsts, of_replicas[0], replicas.communicator) if firsts else {}

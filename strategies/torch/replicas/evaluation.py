@@ -33,7 +33,7 @@ from strategies.torch.replicas.gradient_map import ReplicaRows
 from strategies.torch.replicas.guard import WriteMarks, is_due
 from strategies.torch.replicas.module_parts import Slot, slots_of
 from strategies.torch.replicas.passes import LossFunction
-from strategies.torch.replicas.state import Attributes
+from strategies.torch.replicas.state import attributes_of
 from strategies.torch.replicas.sync_batch_norm import SyncContext
 from strategies.torch.tensors import ReplicaMemory, as_array, intra_op_threads, keep_freed_memory, kept_apart
 from strategies.torch.training import TorchTraining
@@ -54,7 +54,6 @@ class InferenceTurns:
         call: (module, batch) -> outputs.
         seed: The seed of random numbers.
         pipeline: The pipeline in which the module's blocks run as stages; None to run them one after another.
-        attributes: The attributes of the module in the replicas that train it; None if none do.
 
     Attributes:
         spans: The timed actions of the simulated devices in the last call, by local replica; empty without a pipeline.
@@ -69,7 +68,6 @@ class InferenceTurns:
         call: Callable[[torch.nn.Module, Batch], Tree],
         seed: int,
         pipeline: TorchPipeline | None = None,
-        attributes: Attributes | None = None,
     ) -> None:
         keep_freed_memory()
         self._replicas, self._of_all = replicas.local_replicas, replicas.num_replicas_in_sync
@@ -77,7 +75,7 @@ class InferenceTurns:
         self._module, self._memory, self._call, self._seed = module, memory, call, seed
         self._rows = [ReplicaRows(module, replica, self._of_all) for replica in self._replicas]
         self._sync_contexts = [SyncContext(replica, self._of_all, module, None) for replica in self._replicas]
-        self._pipeline, self._attributes = pipeline, attributes or Attributes(module)
+        self._pipeline, self._attributes = pipeline, attributes_of(module)
         self._run: PipelineRun | None = None
         self._rounds = 0  # the number of micro-batches for which `_run` was made
         self._calls = 0
@@ -354,8 +352,7 @@ class TorchRows:
         local, turns = self._replicas.local_replicas, self._turns
         if turns is None or self._task is not task or self._of != local:  # if an instance is lost, `local` can change
             state.buffers.follow()
-            memory, attributes = state.memory_of_replicas, state.attributes
-            turns = InferenceTurns(self._replicas, state.module, memory, task, self._seed, attributes=attributes)
+            turns = InferenceTurns(self._replicas, state.module, state.memory_of_replicas, task, self._seed)
             self._task, self._of, self._turns = task, local, turns
         state.buffers.follow_shown()
         masks = [np.asarray(mask) for mask in np.split(np.asarray(batch.mask), len(local))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
@@ -30,7 +31,9 @@ from strategies.torch.tensors import HOST
 from strategies.typing import Tree
 
 _MISSING = object()
-_OF_PYTORCH = frozenset(vars(torch.nn.Module())) - {"training"}
+_KEY = "_attributes_of_replicas"
+"""The attribute in which a module has its `Attributes`, which live as long as the module."""
+_NOT_OF_REPLICAS = frozenset({*vars(torch.nn.Module()), _KEY}) - {"training"}
 """Attributes that hold parameters, buffers, submodules and hooks."""
 _CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict, Counter))
 _MOST_ELEMENTS = 1000
@@ -181,7 +184,7 @@ class Attributes:
     instance, and those of TorchScript to the module.
 
     Args:
-        module: The module.
+        module: The module, which is not kept alive.
         left_out: Attributes of a library, which the program does not assign.
         apart: Submodules of these classes are left alone.
 
@@ -192,9 +195,9 @@ class Attributes:
     def __init__(
         self, module: torch.nn.Module, left_out: Collection[str] = (), apart: tuple[type[torch.nn.Module], ...] = ()
     ) -> None:
-        self._others = _OF_PYTORCH | frozenset(left_out)
-        apart = *apart, torch.jit.ScriptModule
-        self._module, self._apart = module, apart
+        self._others = _NOT_OF_REPLICAS | frozenset(left_out)
+        self._module, self._kind = weakref.proxy(module), type(module).__name__
+        self._apart: tuple[type[torch.nn.Module], ...] = (*apart, torch.jit.ScriptModule)
         self._attributes: list[dict[str, Tree]] = []
         self._names: list[str] = []
         self._replicas: Sequence[int] = ()
@@ -203,9 +206,13 @@ class Attributes:
         self._assigned: dict[tuple[int, str], _Assigned] = {}  # by the module's number and the attribute's name
         self.follow()
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Return None in place of a copy: the values are those of the module, and not of its copies."""
+        return NoneType, ()
+
     def follow(self) -> None:
         """Find the submodules that the module has now. Those that it had before keep the values of replicas."""
-        before, kind = self._attributes, type(self._module).__name__
+        before, kind = self._attributes, self._kind
         named = [(name, one) for name, one in self._module.named_modules() if not isinstance(one, self._apart)]
         self._attributes = [vars(one) for _, one in named]
         self._names = [f"{kind}.{name}" if name else kind for name, _ in named]
@@ -403,6 +410,13 @@ class Attributes:
             if values.follow(self._attributes[number].get(name, _MISSING)):
                 values.left = values.of[max(values.of)]
                 _put(self._attributes[number], name, values.left)
+
+
+def attributes_of(module: torch.nn.Module) -> Attributes:
+    """Return the attributes of a module, which all trainings and evaluations of the module share."""
+    found: Attributes = vars(module).get(_KEY) or Attributes(module)
+    vars(module)[_KEY] = found
+    return found
 
 
 def _outside(name: str, of: Mapping[int, Tree], left: Tree, is_refused: bool = False) -> Tree:

@@ -272,6 +272,35 @@ class TestInference:
         assert on_instances(1, 2, infer) == [[[1, 5], [2, 10]]]
         assert on_instances(2, 2, infer) == [[[1], [2]], [[5], [10]]]
 
+    def test_inference_between_updates_reads_the_attributes_of_each_replica(self, on_instances):
+        class Largest(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.part = nn.Linear(1, 1)
+                self.part.largest = 0.0
+
+            def forward(self, x, y=None):
+                if y is not None:
+                    self.part.largest = max(self.part.largest, float(x.max()))
+                found = self.part(x) * self.part.largest
+                return found if y is None else F.mse_loss(found, y)
+
+        first = Largest()
+
+        def infer(strategy):
+            own = copy.deepcopy(first)
+            options = new_options(strategy, 2)
+            training, inference = poptorch.trainingModel(own, options), poptorch.inferenceModel(own, options)
+            x = torch.tensor([[1.0], [5.0]])[list(strategy.local_replicas)]
+            found = []
+            for number in range(2):
+                training(x * (number + 1), x)
+                found.append(inference(x))
+            return torch.stack(found, 1)
+
+        expected = on_instances(1, 2, infer)[0]
+        assert torch.equal(torch.cat(on_instances(2, 2, infer)), expected)
+
     def test_one_micro_batch_takes_tensors_without_axes(self):
         assert poptorch.inferenceModel(Noise())(torch.tensor(3.0)) > 3
 

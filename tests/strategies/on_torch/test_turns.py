@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import io
 import math
 import random
 
@@ -775,6 +776,50 @@ def test_a_value_that_the_program_assigns_to_a_part_holds_for_all_replicas(value
 
     idiom = Idiom("assigned", Switched, program=assigned_between_steps)
     has_bits_on_instances(idiom, bits_of(by_copies(idiom, REPLICAS)), on_instances)
+
+
+class Remembering(nn.Module):
+    """Attributes that differ between replicas: a number of a part, a tensor, and a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.part, self.before, self.seen = HEAD(), nn.Module(), None, []
+        self.part.largest = 0.0
+
+    def forward(self, x):
+        self.part.largest = max(self.part.largest, float(x.detach().max()))
+        self.seen.append(float(x.detach().min()))
+        before, self.before = self.before, x.detach().mean(0)
+        hidden = x if before is None else x + before
+        return self.last(torch.cat([hidden, hidden], 1)[:, : self.last.in_features]) * self.part.largest + self.seen[0]
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_second_trainer_goes_on_with_the_attributes_of_each_replica(is_closed, on_instances):
+    def trained(strategy):
+        module = drawn(Remembering)
+        for rate in (0.1, 0.05):
+            trainer = sgd_trainer(strategy, module, lr=rate)
+            for step in range(2):
+                trainer.step(rows_of(step, strategy.local_replicas))
+            if is_closed:
+                trainer.close()
+        assert "_attributes_of_replicas" not in module.state_dict()
+        return strategies.fingerprint(module.state_dict())
+
+    assert len({one for count in (1, 2, 4) for one in on_instances(count, REPLICAS, trained)}) == 1
+
+
+def test_copies_and_files_of_a_module_have_no_attributes_of_replicas():
+    module = nn.Sequential(drawn(lambda: nn.Linear(FEATURES, CLASSES)))
+    trainer = sgd_trainer(REPLICAS, module)
+    trainer.step(rows_of(0, range(REPLICAS)))
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    for copied in (copy.deepcopy(module), torch.load(file, weights_only=False)):
+        assert vars(copied)["_attributes_of_replicas"] is None
+        sgd_trainer(REPLICAS, copied).step(rows_of(0, range(REPLICAS)))
 
 
 def test_an_attribute_that_only_some_instances_have_assigned_is_no_disagreement(on_instances):
