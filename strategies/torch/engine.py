@@ -169,8 +169,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     def _local_for(self, given: Batch, batch: Batch) -> LocalReplicas:
         """Return the replicas that compute gradients. Collective if batches of these shapes are new."""
         self._replicas.sharding.check_batch(given)
-        training = self._training
-        if training.follow():
+        if (training := self._training).follow():
             self._close_local()
         if (local := self._local) is None or not local.fits(self._replicas):
             if local is not None:

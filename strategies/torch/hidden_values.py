@@ -130,7 +130,7 @@ class HiddenValues:
                 raise SpareError(
                     f"a spare cannot hide the values of a {kind.__name__}: {error}; use torch.nn.Parameter and tensors"
                 ) from error
-        vars(self.module)["zero_grad"] = _no_gradients
+        vars(self.module)["zero_grad"] = lambda set_to_none=True: None  # a spare has no gradients
         self.is_hidden = True
 
     def show(self) -> None:
@@ -160,7 +160,3 @@ class HiddenValues:
             for one in (*self.module.parameters(), *self.module.buffers()):
                 if one.is_floating_point() or one.is_complex():
                     one.fill_(math.nan)
-
-
-def _no_gradients(set_to_none: bool = True) -> None:
-    """Do nothing in place of `zero_grad`: a spare has no gradients."""

@@ -207,7 +207,9 @@ class TorchTraining:
     def _receive(self, root: int) -> Callable[[], None]:
         """Receive the state of instance `root`, and return a function that takes it over. Collective."""
         communicator = self._replicas.communicator
-        known = np.array([self.step, *self._scale_words(), self.buffers.are_known], np.float64)
+        scale = self.loss_scale or LossScale(np.float32(0), np.int32(0), np.int32(0))
+        words = float(scale.scale), float(scale.good_steps), float(scale.skipped)
+        known = np.array([self.step, *words, self.buffers.are_known], np.float64)
         communicator.broadcast(known, root, name="how far the state is")
         tensors = [*self.module.named_parameters(), *self.buffers.named().items()]
         received, arrays = received_tensors(tensors, communicator, root), self._received_optimizer(root)
@@ -244,10 +246,6 @@ class TorchTraining:
             }
             for number in np.flatnonzero(is_made_there).tolist()
         }
-
-    def _scale_words(self) -> list[float]:
-        scale = self.loss_scale
-        return [0.0] * 3 if scale is None else [float(scale.scale), float(scale.good_steps), float(scale.skipped)]
 
     # ---- the plan of the memory
 

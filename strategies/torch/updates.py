@@ -146,16 +146,17 @@ class TorchUpdate:
                 part.data = self._view(parameter)
 
     def _part_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        if not self._shards.divides(parameter):
+        if not self._shards.divides(real_view(parameter.detach())):
             return parameter
         part = torch.nn.Parameter(self._view(parameter), parameter.requires_grad)
         self._parts[id(parameter)], self._memory[id(parameter)] = part, parameter.data_ptr()
         return part
 
     def _view(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        if not parameter.is_contiguous():
+        if not parameter.is_contiguous() or parameter.is_complex():
             raise StrategyError(
-                "a parameter is not contiguous in memory, so its state cannot be sharded; make it contiguous"
+                f"a parameter of shape {list(parameter.shape)} is complex or not contiguous in memory, so its state "
+                "cannot be sharded; make it contiguous and real, or use replicated_optimizer_state_sharding=False"
             )
         return parameter.detach().view(-1)[self._bounds(parameter)]
 

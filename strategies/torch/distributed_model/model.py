@@ -370,7 +370,7 @@ class ReplicaBackward:
             )
         self._warn(batch)
         known = averaging.parts.known
-        begin = {one: _copy(one.grad) for one in self._module.parameters()}
+        begin = {one: one.grad for one in self._module.parameters()}
         self._is_repetition = False
 
         def attempt() -> MeanPassResult:
@@ -407,7 +407,12 @@ class ReplicaBackward:
             return means
 
         recorded = Recorded[MeanPassResult]("backward pass of all replicas", lambda means: bool, raise_on_spare)
-        means = surviving(replicas, attempt, catch_up, averaging.parts.shared, recorded)
+        try:
+            means = surviving(replicas, attempt, catch_up, averaging.parts.shared, recorded)
+        except BaseException:
+            for parameter, before in begin.items():
+                parameter.grad = before
+            raise
         averaging.end_step(means.weight, averaging.loop.step - 1)
         if self._turns is not None:
             self._turns.state.applied()

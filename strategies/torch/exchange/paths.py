@@ -116,8 +116,7 @@ class TorchHostPath(DevicePath):
     def _rooms(self, name: str, number: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return memory for a buffer and for its mean, the same in each step."""
         key = name, number
-        known = self._memory.get(key)
-        if known is None or known[0].numel() != size or known[0].dtype != dtype:
+        if (known := self._memory.get(key)) is None or known[0].numel() != size or known[0].dtype != dtype:
             is_locked = self._device.type == "cuda"
             one, other = (torch.empty(size, dtype=dtype, pin_memory=is_locked) for _ in range(2))
             known = self._memory[key] = one, other

@@ -49,8 +49,7 @@ class Slot(NamedTuple):
 
     def put(self, value: torch.Tensor) -> None:
         """Copy a value into the tensor, or into a new tensor if the shapes differ. Autograd must be off."""
-        tensor = self.tensor
-        if tensor.shape == value.shape:
+        if (tensor := self.tensor).shape == value.shape:
             tensor.copy_(value)
         else:
             self.holder[self.key] = value.to(tensor.device, copy=True)

@@ -196,7 +196,8 @@ class Attributes:
         self, module: torch.nn.Module, left_out: Collection[str] = (), apart: tuple[type[torch.nn.Module], ...] = ()
     ) -> None:
         self._others = _NOT_OF_REPLICAS | frozenset(left_out)
-        self._module, self._kind = weakref.proxy(module), type(module).__name__
+        # When the module is freed, its parameters are: no cycle keeps the dictionaries until the next collection.
+        self._module = weakref.proxy(module, lambda _: self._attributes.clear())
         self._apart: tuple[type[torch.nn.Module], ...] = (*apart, torch.jit.ScriptModule)
         self._attributes: list[dict[str, Tree]] = []
         self._names: list[str] = []
@@ -212,7 +213,7 @@ class Attributes:
 
     def follow(self) -> None:
         """Find the submodules that the module has now. Those that it had before keep the values of replicas."""
-        before, kind = self._attributes, self._kind
+        before, kind = self._attributes, self._module.__class__.__name__
         named = [(name, one) for name, one in self._module.named_modules() if not isinstance(one, self._apart)]
         self._attributes = [vars(one) for _, one in named]
         self._names = [f"{kind}.{name}" if name else kind for name, _ in named]
@@ -685,10 +686,10 @@ class ReplicaState:
             found[number] = slot.holding(self._beginning(number, replica)) if is_same else slot.copied()
         return found
 
-    @property
-    def kept_names(self) -> frozenset[str]:
-        """The names of the buffers and frozen parameters that replicas may write in this step."""
-        return frozenset(kept.slot.name for kept in self._kept.values())
+    def shared(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> list[tuple[str, torch.nn.Parameter]]:
+        """Return those of the parameters that replicas must not write in this step."""
+        kept = {one.slot.name for one in self._kept.values()}
+        return [pair for pair in named if pair[0] not in kept]
 
     @property
     def view_before(self) -> AttributeView:

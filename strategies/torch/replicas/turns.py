@@ -101,8 +101,7 @@ class ReplicaTurns(Generic[Results]):
         is_repeated, state, names = self.repeats_in(step), self.state, self._names
         of_step = state.of_step(step.step, step.replicas, step.is_repetition)
         with kept_generators(step.device), of_step, self.guard.watching(is_repeated):
-            shared = [(name, one) for name, one in self._watch.named if name not in state.kept_names]
-            marks = WriteMarks(shared if self._count > 1 else [], is_repeated)
+            marks = WriteMarks(state.shared(self._watch.named) if self._count > 1 else [], is_repeated)
             are_trained = [one.requires_grad for one in self._watch.parameters]
             for place, turn in enumerate(turns):
                 results, gradients = turn()

@@ -356,6 +356,25 @@ def test_replicas_agree_on_frozen_parameters_that_they_write(instances, on_insta
     assert on_instances(instances, 4, train) == [[10.5, 10.5]] * instances
 
 
+def test_an_error_in_a_backward_pass_of_all_replicas_gives_gradients_back():
+    """The second replica fails after its first micro-batch."""
+    module = nn.Linear(2, 2)
+    model, calls = strategies.torch.DistributedModel(module, strategies.IPUStrategy(2)), []
+
+    def loss(rows):
+        calls.append(len(rows))
+        if len(calls) == 4:
+            raise ArithmeticError
+        return model(rows).mean()
+
+    module.weight.grad = before = torch.ones(2, 2)
+    with pytest.raises(ArithmeticError):
+        model.backward(loss, torch.ones(8, 2), micro_batches=2)
+    assert module.weight.grad is before
+    assert torch.equal(before, torch.ones(2, 2))
+    assert module.bias.grad is None
+
+
 class TestRefusals:
     def test_a_plain_backward_pass_with_several_replicas_per_instance(self):
         model = strategies.torch.DistributedModel(new_module("mlp"), strategies.IPUStrategy(2))

@@ -200,3 +200,18 @@ def test_a_loss_can_have_axes_of_one_element(shape):
     trainer.step(torch.ones(4, 2))
     trainer.close()
     assert torch.equal(module.weight.grad, torch.full((1, 2), 2.0))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_sharded_state_of_complex_parameters_is_refused(replicas):
+    module = torch.nn.Module()
+    module.spectrum = torch.nn.Parameter(torch.ones(4, dtype=torch.complex64))
+    with pytest.raises(StrategyError, match=r"shape \[4\] is complex .* cannot be sharded"):
+        strategies.torch.Trainer(
+            strategies.IPUStrategy(replicas),
+            module,
+            loss_fn,
+            torch.optim.SGD(module.parameters(), 0.1),
+            replicated_optimizer_state_sharding=True,
+            min_elements_for_sharding=8,
+        )

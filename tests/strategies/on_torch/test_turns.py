@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import copy
+import gc
 import io
 import math
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -820,6 +822,19 @@ def test_copies_and_files_of_a_module_have_no_attributes_of_replicas():
     for copied in (copy.deepcopy(module), torch.load(file, weights_only=False)):
         assert vars(copied)["_attributes_of_replicas"] is None
         sgd_trainer(REPLICAS, copied).step(rows_of(0, range(REPLICAS)))
+
+
+def test_a_module_is_freed_at_once_although_it_has_attributes_of_replicas():
+    def weight_after_a_step():
+        model = strategies.torch.DistributedModel(nn.Linear(FEATURES, CLASSES), strategies.IPUStrategy(2))
+        model.backward(lambda rows: classify(model, rows), rows_of(0, range(2)))
+        return weakref.ref(model.module.weight)
+
+    gc.disable()
+    try:
+        assert weight_after_a_step()() is None
+    finally:
+        gc.enable()
 
 
 def test_an_attribute_that_only_some_instances_have_assigned_is_no_disagreement(on_instances):
