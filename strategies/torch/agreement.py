@@ -146,7 +146,7 @@ def lines_of_function(function: object) -> list[str]:
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
         return [str(getattr(function, "__qualname__", type(function).__qualname__))]
-    closed = [cell.cell_contents for cell in function.__closure__ or () if _is_full(cell)]
+    closed = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]  # not empty
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     return [*_of_code(function.__code__), *(f"closes over {_shown(value)}" for value in (*closed, *defaults))]
 
@@ -157,13 +157,6 @@ def _of_code(code: CodeType) -> Iterator[str]:
             yield from _of_code(instruction.argval)
         else:
             yield f"{instruction.opname} {instruction.argrepr}"
-
-
-def _is_full(cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
 
 
 def _shown(value: object) -> str:

@@ -52,7 +52,7 @@ _OF_NUMPY: list[Callable[..., Tree]] = [
 class ReplicaValues:
     """The values that an attribute has in the replicas of an instance, where no replica runs.
 
-    Every use raises, and so does pickling: a checkpoint would have values that nobody can load.
+    Every use but `clear` raises, and so does pickling: a checkpoint would have values that nobody can load.
 
     Args:
         name: The names of the module and the attribute.
@@ -74,6 +74,13 @@ class ReplicaValues:
         if name.startswith("__"):
             raise AttributeError(name)
         self._raise_no_value()
+
+    def clear(self) -> None:
+        """Empty the containers of all replicas."""
+        for one in self.of_replicas.values():
+            if not isinstance(one, _Contents):
+                self._raise_no_value()
+            one.elements.clear()
 
     def _raise_no_value(self, *others: object) -> NoReturn:
         raise StrategyError(
