@@ -117,8 +117,7 @@ class TorchUpdate:
         if self.is_sharded:
             self._begin()
         for parameter, mean in means:
-            part = self._parts.get(id(parameter))
-            if part is None or mean is None:
+            if (part := self._parts.get(id(parameter))) is None or mean is None:
                 parameter.grad = mean
             elif mean.numel() == parameter.numel():
                 part.grad = mean.reshape(-1)[self._bounds(parameter)]

@@ -37,7 +37,7 @@ from strategies.torch.options import (
 )
 from strategies.torch.replicas.generators import has_baton
 from strategies.torch.replicas.gradient_map import groups_of
-from strategies.torch.replicas.guard import check_repetition, search
+from strategies.torch.replicas.guard import check_repetition
 from strategies.torch.replicas.module_parts import check_not_compiled, stop_profiling
 from strategies.torch.replicas.state import Attributes, attributes_of
 from strategies.torch.replicas.sync_batch_norm import check_no_sync_layers, sync_layers_of
@@ -491,7 +491,6 @@ class ReplicaBackward:
             raise TypeError(f"loss_fn has returned a {type(loss).__name__}{shape}; return the loss, a scalar tensor")
         if outcome.metrics or outcome.outputs is not None:
             raise TypeError("loss_fn has returned metrics or outputs, which a loop can keep by itself; return the loss")
-        search(loss)
         if weight is None:
             loss.backward()
         else:

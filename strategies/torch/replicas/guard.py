@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import NoReturn, Protocol, TypeAlias
 
 import numpy as np
@@ -24,6 +24,7 @@ from strategies.errors import StrategyError
 from strategies.jax.comparing.agreement import digest_of
 from strategies.torch.replicas.module_parts import Slot, differs, is_compiled
 from strategies.torch.tensors import ThreadValue, as_array, bits_of, nodes_behind
+from strategies.typing import Tree
 
 _StrayGradient: TypeAlias = tuple[Callable[[], torch.Tensor | None], int, str]
 """A gradient that replicas have left, PyTorch's counter of writes to it, and its parameter in words."""
@@ -119,6 +120,7 @@ class RepetitionGuard:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
+        setattr(torch.autograd, _plainly.__name__, _backward)  # to see those passes, too, that a turn nests in its own
         self._module = module
         self.found = ""
         self._kept: list[tuple[str, Digest | None]] = []
@@ -173,11 +175,12 @@ class RepetitionGuard:
         of_kind = f"of a {type(network).__qualname__}"
         self._watch({one: f"parameter {name!r} {of_kind}" for name, one in named if one is not None})
 
-    def search(self, loss: torch.Tensor) -> None:
-        """Find the parameters outside of the module of which a loss is computed, if they are searched in this step."""
+    def search(self, tensors: Iterable[object]) -> None:
+        """Find the parameters outside of the module of which tensors are computed, if this step searches them."""
         if self._searches:
             own = set(map(id, self._module.parameters()))
-            found = [getattr(node, "variable", None) for node in nodes_behind(loss)]
+            nodes = [node for one in tensors if isinstance(one, torch.Tensor) for node in nodes_behind(one)]
+            found = [getattr(node, "variable", None) for node in nodes]
             leaves = [one for one in found if isinstance(one, torch.Tensor) and one.is_leaf and id(one) not in own]
             self._watch({one: f"parameter of the shape {list(one.shape)}" for one in leaves})
 
@@ -257,10 +260,15 @@ def _called(network: torch.nn.Module, _: object) -> None:
         _guard.now.called(network)
 
 
-def search(loss: torch.Tensor) -> None:
-    """Let the guard of the present turn find the parameters outside of its module of which a loss is computed."""
+_plainly = torch.autograd.backward
+
+
+@wraps(_plainly)
+def _backward(tensors: Tree, *arguments: Tree, **named: Tree) -> None:
+    """Run a backward pass. In a turn it may be nested, as that of a reentrant checkpoint."""
     if _guard.now is not None:
-        _guard.now.search(loss)
+        _guard.now.search([tensors] if isinstance(tensors, torch.Tensor) else tensors)
+    _plainly(tensors, *arguments, **named)
 
 
 def _marks(network: torch.nn.Module) -> dict[str, _Mark]:

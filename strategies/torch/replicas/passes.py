@@ -24,7 +24,6 @@ from strategies.torch.options import (
 )
 from strategies.torch.pipelines.run import PipelineRun, StageCursor, drawing
 from strategies.torch.replicas.generators import seed_of
-from strategies.torch.replicas.guard import search
 from strategies.torch.replicas.sync_batch_norm import SyncContext
 from strategies.torch.tensors import ReplicaMemory, divide, kept_apart, way_out_of_refusals
 from strategies.typing import Batch, Number, Tree
@@ -118,7 +117,6 @@ class ReplicaPasses:
                     outcome = outcome_of(lambda: self._loss_fn(self._module, self._memory.put(parts[number])))
                 loss, weight = outcome.loss, outcome.weight
                 check_loss(loss)
-                search(loss)
                 outputs = None if outcome.outputs is None else kept_apart(outcome.outputs, self._module.buffers())
                 values, names = self._values_of(outcome), ("loss", *outcome.metrics)
                 found[number] = names, values, loss.detach(), weight, outputs

@@ -67,17 +67,14 @@ class ReplicaResults:
         seen: Whether each trained parameter has a gradient.
         changes: Which slots it has changed.
         slots: The slots afterwards.
+        losses: The loss of each micro-batch.
     """
 
     passes: PassesOfReplica
     seen: Sequence[bool]
     changes: Changes
     slots: Sequence[Slot]
-
-    @property
-    def losses(self) -> Sequence[torch.Tensor]:
-        """The loss of each micro-batch."""
-        return self.passes.losses
+    losses: Sequence[torch.Tensor]
 
 
 class LocalReplicas:
@@ -281,7 +278,7 @@ class LocalReplicas:
                 self._instruments.replica_ends(replica, 0, 0 if self.exchange is None else self._last)
             moving = self._training.buffers.moving
             changes = self.state.changes(replica, moving, self._of_all, waits=not self._instances)
-            return ReplicaResults(passes, seen, changes, self.state.slots(replica, changes)), gradients
+            return ReplicaResults(passes, seen, changes, self.state.slots(replica, changes), passes.losses), gradients
 
     @contextmanager
     def _counting(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from copies import by_copies
 from idiom import CLASSES, FEATURES, WORDS, Apply, Idiom, bits_of, by_trainer, classify, drawn, read, rows_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch_modules import sgd_trainer
 
 import strategies
@@ -702,6 +703,27 @@ def test_another_optimizer_may_not_use_gradients_left_in_a_parameter_of_no_netwo
         optimizer.zero_grad()
         trainer.step(rows_of(step, range(2)))
     with pytest.raises(StrategyError, match=r"Adam would use a gradient .* left in the parameter of the shape \[\]"):
+        optimizer.step()
+
+
+def reentrant(module, batch, scale):
+    x = batch["x"].clone().requires_grad_()
+    return classify(module, {**batch, "x": checkpoint(lambda x: x * scale, x, use_reentrant=True)})
+
+
+def with_a_pass_inside(module, batch, scale):
+    (module(batch["x"]).square().mean() * scale).backward()
+    return classify(module, batch)
+
+
+@pytest.mark.parametrize("loss", [reentrant, with_a_pass_inside])
+def test_another_optimizer_may_not_use_gradients_left_by_nested_backward_passes(loss):
+    scale = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([scale], 0.1)
+    trainer = sgd_trainer(2, nn.Linear(FEATURES, CLASSES), lambda module, batch: loss(module, batch, scale))
+    trainer.step(rows_of(0, range(2)))
+    assert scale.grad is not None
+    with pytest.raises(StrategyError, match=r"SGD would use a gradient .* left in the parameter of the shape \[\]"):
         optimizer.step()
 
 
