@@ -66,7 +66,7 @@ _SETTINGS = (
 )
 _PREFIXES = ("JAX_",)
 _NOT_OF_BITS = ("CACHE", "LOG", "TRACEBACK", "DEBUG")
-_IN_COMMON = ("jax", "jaxlib", "device", "PJRT_NPROC", *DECIDE_BITS)
+_IN_COMMON = ("jax", "jaxlib", "device", "CPU vectors", "XLA_FLAGS", "PJRT_NPROC", *DECIDE_BITS)
 _NOT_IN_COMMON = ("dump", "host_platform_device_count")
 _VECTORS = ("avx", "fma", "amx", "sse4", "asimd", "sve")
 
@@ -312,7 +312,6 @@ def what_decides_bits(exchange: ExchangeChoice = ON_CPUS) -> dict[str, object]:
     Args:
         exchange: Exchange of gradients; listed only if it differs from the default on CPUs.
     """
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
     settings = {name: value for name, value in os.environ.items() if name in _SETTINGS or name.startswith(_PREFIXES)}
     return {
         "versions": {"python": platform.python_version(), **_versions()},
@@ -323,7 +322,7 @@ def what_decides_bits(exchange: ExchangeChoice = ON_CPUS) -> dict[str, object]:
             **{name: settings[name] for name in sorted(settings) if not any(word in name for word in _NOT_OF_BITS)},
             **{name: str(getattr(jax.config, name)) for name in DECIDE_BITS},
         },
-        "program_sha256": _sha256_of(main),
+        "program_sha256": _sha256_of(getattr(sys.modules.get("__main__"), "__file__", None)),
         "hashes_randomly": bool(sys.flags.hash_randomization),
     }
 
@@ -332,13 +331,15 @@ def facts_in_common(of_variables: jax.Device) -> dict[str, object]:
     """Return the facts that decide bits and that all instances must have in common, by name.
 
     Args:
-        of_variables: Device of the update; if it is a CPU, the vector instructions of the processor are listed.
+        of_variables: Device of the update; if it is a CPU, the vector instructions of the processor are listed, unless
+            XLA_FLAGS says which ones XLA uses.
     """
     facts: Any = what_decides_bits()
     every = {**facts["versions"], **facts["settings"], "device": jax.local_devices()[0].device_kind}
     flags = [flag for flag in every.get("XLA_FLAGS", "").split() if not any(word in flag for word in _NOT_IN_COMMON)]
-    vectors = {"CPU vectors": facts["cpu"]["vectors"]} if of_variables.platform == "cpu" else {}
-    return {**{name: every.get(name) for name in _IN_COMMON}, **vectors, "XLA_FLAGS": " ".join(sorted(flags))}
+    has_vectors = of_variables.platform == "cpu" and not any("xla_cpu_max_isa" in flag for flag in flags)
+    every |= {"CPU vectors": facts["cpu"]["vectors"] if has_vectors else "", "XLA_FLAGS": " ".join(sorted(flags))}
+    return {name: every.get(name) for name in _IN_COMMON}
 
 
 def _devices() -> str:

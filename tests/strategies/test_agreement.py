@@ -191,6 +191,13 @@ def test_different_flags_of_xla_are_named_if_they_decide_bits(monkeypatch, first
         assert words in describe(dict(enumerate(facts)))
 
 
+def test_vector_instructions_are_compared_unless_a_flag_says_which_xla_uses(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert facts_in_common(jax.devices()[0])["CPU vectors"]
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2")
+    assert not facts_in_common(jax.devices()[0])["CPU vectors"]
+
+
 def test_a_different_step_is_named(on_instances):
     def program(strategy):
         trainer = Trainer(strategy, noisy_error, optax.sgd(0.1))
