@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
@@ -83,7 +84,7 @@ class Inbox:
         self._has_room.ring()
 
 
-class _Expected:
+class _Expected(ABC):
     """An expected message on a lane. Lanes keep their order, so poll earlier ones first.
 
     Args:
@@ -114,8 +115,9 @@ class _Expected:
         self.received = len(message)
         return True
 
+    @abstractmethod
     def _keep(self, message: np.ndarray) -> None:
-        raise NotImplementedError
+        """Take the message, which fits."""
 
 
 class Fetched(_Expected):
@@ -154,23 +156,21 @@ class CopiedMessage:
 class Sent:
     """A large message to send, which is copied when gRPC takes it: otherwise it would be in memory twice."""
 
-    __slots__ = ("_data", "_is_done")
+    __slots__ = ("_data",)
     received = None
 
     def __init__(self, data: np.ndarray) -> None:
-        self._is_done = False
         self._data: np.ndarray | None = data
 
     def done(self) -> bool:
         """Return whether the array may be reused."""
-        return self._is_done
+        return self._data is None
 
     def take(self) -> bytes:
         """Return the message as bytes for gRPC."""
         assert self._data is not None
         message = self._data.tobytes()
         self._data = None
-        self._is_done = True
         return message
 
 
