@@ -435,12 +435,11 @@ class Strategy(ABC):
         given = self._iterators.placed([*args, *kwargs.values()])
         named = [self.replicas.sharding.shard_argument(values_of(value)) for value in given]
         program, state = self._program(function, tuple(kwargs))
-        is_split = [isinstance(value, PerReplica) for value in named]
         values = [
-            _alike(value.values) if split else [self._shared(value)] * len(self.local_replicas)
-            for value, split in zip(named, is_split, strict=True)
+            _alike(value.values) if isinstance(value, PerReplica) else [self._shared(value)] * len(self.local_replicas)
+            for value in named
         ]
-        held = self._shared(state.values)
+        held = self._shared(state.values())
         arguments = [
             (np.int32(replica), held, *of_replica)
             for replica, *of_replica in zip(self.local_replicas, *values, strict=True)
@@ -455,6 +454,9 @@ class Strategy(ABC):
             raise
         if not state.is_current:  # the function has built a model, and nothing has run yet
             return self.run(function, args, kwargs)
+        if held:
+            changed = program.results(*arguments[0])[1]
+            arguments = [(index, self._shared(state.values(int(index), changed)), *own) for index, _, *own in arguments]
         results = self._run(executables, arguments)
         state.put([changes for _, changes in results])
         return PerReplica(tuple(result for result, _ in results), self.local_replicas)
@@ -648,9 +650,7 @@ def _is_on_one_device(leaf: Leaf) -> bool:
 
 def _alike(values: Sequence[Tree]) -> list[Tree]:
     """Return the replicas' values on the host, checked to have the same shapes."""
-    for value in values:
-        check_no_float64(value)
-    hosted = [trees.map(as_jax_would, value) for value in values]
+    hosted = [trees.map(as_jax_would, check_no_float64(value)) for value in values]
     trees.map(_check_shapes, *hosted)
     return hosted
 

@@ -222,8 +222,7 @@ def terms_of_call(model: keras.Model, called: str, callbacks: Sequence[str], arg
 
 def terms_of_model(model: keras.Model, hook: str) -> Terms:
     """Return the terms that must be equal on all instances after a hook of callbacks: flags and all variables."""
-    scalars = [variable for variable in model.optimizer.variables if not variable.shape]
-    rates = {f"{variable.name} after {hook},": _value(variable.value) for variable in scalars}
+    rates = {f"{each.name} after {hook},": _value(each.value) for each in model.optimizer.variables if not each.shape}
     pairs = enumerate(_variables(model))
     values = {f"{variable.name} ({number}) after {hook},": _value(variable.value) for number, variable in pairs}
     # A difference in rates causes differences in other variables, so rates come earlier.

@@ -9,10 +9,30 @@ import keras
 
 from strategies.errors import StrategyError
 from strategies.keras.extensions import ModelOptions
+from strategies.keras.patches import TRIED
 from strategies.keras.state import ModelClass
 from strategies.strategy import Strategy, get_strategy
 
 _FUNCTIONS = ("make_train_function", "make_test_function", "make_predict_function")
+
+
+def check_keras_version() -> None:
+    """Refuse other backends than JAX, and versions of Keras that were not tried.
+
+    Raises:
+        StrategyError: With the backend or the version, and the way out.
+    """
+    backend = keras.backend.backend()
+    if backend != "jax":
+        raise StrategyError(
+            f"Keras runs on {backend}, but the replicas of a strategy run on JAX; set KERAS_BACKEND=jax before keras "
+            "is imported"
+        )
+    if not keras.__version__.startswith(tuple(f"{version}." for version in TRIED)):
+        raise StrategyError(
+            f"this is Keras {keras.__version__}, but models of a strategy were tried with {', '.join(TRIED)}; "
+            f"pip install 'keras=={TRIED[-1]}.*'"
+        )
 
 
 def check_usable(model: keras.Model, strategy: Strategy, called: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 import threading
 from collections.abc import Callable
@@ -11,11 +10,12 @@ from collections.abc import Callable
 import keras
 
 from strategies.errors import StrategyError
+from strategies.keras.checks import check_keras_version
 from strategies.keras.extensions import METHODS, Extensions
 from strategies.keras.in_programs import KerasState
 from strategies.keras.means import present_rule, sum_of_replicas
 from strategies.keras.model import FORWARDED, ReplicatedModel
-from strategies.keras.patches import TRIED, ask_before_loops, ask_of_losses, give_methods, tell_of_new
+from strategies.keras.patches import ask_before_loops, ask_of_losses, give_methods, tell_of_new
 from strategies.strategy import get_strategy
 
 __all__ = ["KerasState", "hook", "check_keras_version"]
@@ -69,23 +69,3 @@ def hook(is_scope_open: Callable[[], bool]) -> None:
             ask_before_loops(check_outside_scope)
             ask_of_losses(present_rule, sum_of_replicas)
             _is_hooked = True
-
-
-def check_keras_version() -> None:
-    """Refuse other backends than JAX, and versions of Keras that were not tried.
-
-    Raises:
-        StrategyError: With the backend or the version, and the way out.
-    """
-    backend = keras.backend.backend()
-    if backend != "jax":
-        raise StrategyError(
-            f"Keras runs on {backend}, but the replicas of a strategy run on JAX; set KERAS_BACKEND=jax before keras "
-            "is imported"
-        )
-    found = re.match(r"\d+\.\d+", keras.__version__)
-    if found is None or found.group() not in TRIED:
-        raise StrategyError(
-            f"this is Keras {keras.__version__}, but models of a strategy were tried with {', '.join(TRIED)}; "
-            f"pip install 'keras=={TRIED[-1]}.*'"
-        )

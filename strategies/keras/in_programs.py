@@ -10,13 +10,14 @@ import jax
 import keras
 import numpy as np
 
-from strategies.errors import StrategyError
+from strategies.jax.gradients.model_state import FIRST, SUM
 from strategies.jax.programs.feed_program import current_program
 from strategies.jax.programs.users_code import digest
 from strategies.jax.replicas.replica_context import get_replica_context
 from strategies.jax.replicas.replicas import Replicas
+from strategies.keras.checks import check_keras_version
 from strategies.keras.means import averaging
-from strategies.keras.state import Array, Seeds, Values, seed_variables
+from strategies.keras.state import OTHER_WAYS, Array, Seeds, Values, reduction_of, seed_variables
 from strategies.values import PerReplica
 
 Changes: TypeAlias = Mapping[int, Array]
@@ -28,7 +29,8 @@ class KerasState:
 
     All instances begin with instance 0's values. If all replicas assign the same value, the variable gets it. If they
     assign different values, floats are averaged over all replicas, as for moving means, and integers are replica 0's.
-    An optimizer applies the mean of all replicas' gradients.
+    Variables of metrics are summed: replica 0 begins with the value, and the others with zeros. An optimizer applies
+    the mean of all replicas' gradients.
 
     Args:
         objects: Keras objects that the function reads.
@@ -36,12 +38,7 @@ class KerasState:
     """
 
     def __init__(self, objects: Sequence[object], replicas: Replicas) -> None:
-        backend = keras.backend.backend()
-        if backend != "jax":
-            raise StrategyError(
-                f"a function of strategy.run reads a {type(objects[0]).__name__} of Keras, whose backend is {backend}; "
-                "set KERAS_BACKEND=jax before Keras is imported"
-            )
+        check_keras_version()
         self._objects = objects
         self._replicas = replicas
         self._optimizers = [one for one in objects if isinstance(one, keras.optimizers.Optimizer)]
@@ -51,7 +48,7 @@ class KerasState:
         seeds = {id(variable) for model in models for variable in seed_variables(model)}
         self._seeds = Seeds(tuple(id(variable) in seeds for variable in self._variables))
         if replicas.num_instances > 1:
-            self._set(dict(enumerate(replicas.broadcast(self.values))))
+            self._set(dict(enumerate(replicas.broadcast(self.values()))))
 
     def _build_optimizers(self) -> None:
         trained = [v for one in self._objects if isinstance(one, keras.Layer) for v in one.trainable_variables]
@@ -68,10 +65,19 @@ class KerasState:
         """Whether the objects still have the same variables."""
         return [id(one) for one in self._found()] == [id(one) for one in self._variables]
 
-    @property
-    def values(self) -> list[Array]:
-        """The values of all variables, for a program."""
-        return [variable.value for variable in self._variables]
+    def values(self, replica: int = 0, changed: Iterable[int] = ()) -> list[Array]:
+        """Return the values with which a replica begins a program.
+
+        Args:
+            replica: Global index of the replica.
+            changed: Numbers of the variables that the program changes.
+
+        Raises:
+            StrategyError: If one of these is to be summed, and is not of a metric.
+        """
+        zeros = {number for number in changed if self._reduction(number) == SUM and replica}
+        values = [variable.value for variable in self._variables]
+        return [np.zeros_like(one) if number in zeros else one for number, one in enumerate(values)]
 
     @contextmanager
     def inside(self, values: Values) -> Iterator[Callable[[], Changes]]:
@@ -110,23 +116,18 @@ class KerasState:
 
     def put(self, of_replicas: Sequence[Changes]) -> None:
         """Assign the changes that the local replicas have made. Collective if there are changes."""
-        numbers = sorted(of_replicas[0])
-        if not numbers:
-            return
-        own = [[np.asarray(changes[number]) for number in numbers] for changes in of_replicas]
-        alike = self._alike(own)
+        own = {number: [np.asarray(changes[number]) for changes in of_replicas] for number in sorted(of_replicas[0])}
+        compared = [number for number in own if self._reduction(number) != SUM]
+        alike = dict(zip(compared, self._alike([own[number] for number in compared]), strict=True))
         self._set(
-            {
-                number: own[0][place] if alike[place] else self._agreed(number, [values[place] for values in own])
-                for place, number in enumerate(numbers)
-            }
+            {number: values[0] if alike.get(number) else self._agreed(number, values) for number, values in own.items()}
         )
 
     def _alike(self, own: Sequence[Sequence[np.ndarray]]) -> list[bool]:
-        """Return, for each value, whether it has the same bits on all replicas of all instances."""
-        if self._replicas.num_replicas_in_sync == 1:
-            return [True] * len(own[0])
-        mine = np.array([[digest(value, most_bytes=None) | 1 for value in values] for values in own], np.uint64)
+        """Return, for each variable, whether its value has the same bits on all replicas of all instances."""
+        if self._replicas.num_replicas_in_sync == 1 or not own:
+            return [True] * len(own)
+        mine = np.array([[digest(value, most_bytes=None) | 1 for value in values] for values in own], np.uint64).T
         is_alike = (mine == mine[0]).all(axis=0)
         name = "whether replicas assign the same"
         every = self._replicas.communicator.all_gather(np.where(is_alike, mine[0], np.uint64(0)), name=name)
@@ -134,11 +135,16 @@ class KerasState:
         return found
 
     def _agreed(self, number: int, own: Sequence[np.ndarray]) -> Array:
+        reduction = self._reduction(number)
+        if reduction == FIRST:
+            return self._replicas.broadcast(own[0])
+        reduced: Array = self._replicas.reduce(reduction, PerReplica(tuple(own), self._replicas.local_replicas))
+        return reduced
+
+    def _reduction(self, number: int) -> str:
         variable = self._variables[number]
-        if np.issubdtype(own[0].dtype, np.floating) and variable.aggregation != "only_first_replica":
-            mean: Array = self._replicas.reduce("mean", PerReplica(tuple(own), self._replicas.local_replicas))
-            return mean
-        return self._replicas.broadcast(own[0])
+        is_of_metric = variable.synchronization == "on_read" and variable.aggregation not in OTHER_WAYS
+        return SUM if is_of_metric else reduction_of(variable)
 
     def _set(self, changes: Changes) -> None:
         device = self._replicas.variables_device

@@ -37,6 +37,9 @@ Callbacks: TypeAlias = Any
 """Callbacks as users give them: one, a nested list of them, a `CallbackList`, or None."""
 
 
+OTHER_WAYS = ("mean", "only_first_replica")
+"""The aggregations by which the variables of a metric are not summed."""
+
 VARIABLES, METRICS = "variables", "metrics"
 """The parts of the model state: variables that are not trained, and variables of metrics."""
 
@@ -93,13 +96,8 @@ class Seeds:
         return [self._own(one, replica, draw) if flag else one for one, flag in zip(values, self.flags, strict=True)]
 
     def _own(self, state: Array, replica: jax.Array, draw: jax.Array | None) -> jax.Array:
-        key = jax.random.wrap_key_data(jnp.asarray(state), impl="threefry2x32")
-        derived = jax.random.key_data(jax.random.fold_in(key, replica))
-        own = jnp.where(replica == 0, state, derived)
-        if draw is None:
-            return own
-        key = jax.random.fold_in(jax.random.wrap_key_data(own, impl="threefry2x32"), draw)
-        return jax.random.key_data(key)
+        own = jnp.where(replica == 0, state, _folded(state, replica))
+        return own if draw is None else _folded(own, draw)
 
     def after(self, values: Values, begun: Values, made: Values) -> list[Array]:
         """Return the values that all replicas have after a step; traceable by JAX.
@@ -111,6 +109,12 @@ class Seeds:
         """
         rows = zip(values, begun, made, self.flags, strict=True)
         return [value + (new - own) if flag else new for value, own, new, flag in rows]
+
+
+def _folded(state: Array, number: jax.Array) -> jax.Array:
+    """Return a state derived from the state of a seed generator and a number; traceable by JAX."""
+    key = jax.random.wrap_key_data(jnp.asarray(state), impl="threefry2x32")
+    return jax.random.key_data(jax.random.fold_in(key, number))
 
 
 def reductions_of(variables: Sequence[keras.Variable], flags: Sequence[bool], is_changed: Sequence[bool]) -> list[str]:
@@ -125,12 +129,17 @@ def reductions_of(variables: Sequence[keras.Variable], flags: Sequence[bool], is
         StrategyError: If a variable that a step changes is to be summed.
     """
     return [
-        ALIKE if flag else _reduction(variable) if changed else CONSTANT
+        ALIKE if flag else reduction_of(variable) if changed else CONSTANT
         for variable, flag, changed in zip(variables, flags, is_changed, strict=True)
     ]
 
 
-def _reduction(variable: keras.Variable) -> str:
+def reduction_of(variable: keras.Variable) -> str:
+    """Return how replicas agree on a variable that is not of a metric: by MEAN or FIRST.
+
+    Raises:
+        StrategyError: If the variable is to be summed.
+    """
     if variable.aggregation == "sum":
         raise StrategyError(
             f"variable {variable.path!r} has aggregation='sum', but layers get means over replicas; use "
@@ -155,13 +164,10 @@ def reductions_of_metrics(
     """
     reductions = []
     for variable, changed, is_added in zip(variables, is_changed, adds, strict=True):
+        reductions.append(reduction_of(variable) if variable.aggregation in OTHER_WAYS else SUM)
         if not changed:
-            reductions.append(CONSTANT)
-        elif variable.aggregation in ("mean", "only_first_replica"):
-            reductions.append(_reduction(variable))
-        elif is_added:
-            reductions.append(SUM)
-        else:
+            reductions[-1] = CONSTANT
+        elif reductions[-1] == SUM and not is_added:
             raise StrategyError(
                 f"variable {variable.path!r} of a metric is aggregated as {variable.aggregation!r} over replicas, but "
                 "update_state does more than add to it; use add_variable(aggregation='mean') or "

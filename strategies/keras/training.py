@@ -644,10 +644,8 @@ class TestFunction(_Function):
             StrategyError: If a metric cannot be merged.
         """
         if self._reductions is None:
-            trained, others, of_metrics = state
-            reductions, _ = self.functions.reductions(
-                trained, others, of_metrics, iterator.feed.example, training=False
-            )
+            trained, others, before = state
+            reductions, _ = self.functions.reductions(trained, others, before, iterator.feed.example, training=False)
             self._reductions = reductions[METRICS]
         results, (trained, others, of_metrics) = self.taken(state, iterator)
         metrics = [np.asarray(one) for one in of_metrics]

@@ -10,9 +10,16 @@ IN_FRONT_ENDS = (
     Fault(
         name="means of metrics are means of the means of batches",
         path="strategies/keras/state.py",
-        old="reductions.append(SUM)",
-        new="reductions.append(MEAN)",
+        old="in OTHER_WAYS else SUM)",
+        new="in OTHER_WAYS else MEAN)",
         caught_by="tests/strategies/keras_models/test_keras_metrics.py::test_counts_curves_and_matrices_cover_all_rows",
+    ),
+    Fault(
+        name="all replicas begin a program with the values of metrics, which are summed",
+        path="strategies/keras/in_programs.py",
+        old="== SUM and replica}",
+        new="== SUM and replica < 0}",
+        caught_by="tests/strategies/keras_models/test_keras_in_programs.py::test_metrics_add_over_replicas_with_the_same_bits_on_any_number_of_instances",
     ),
     Fault(
         name="padded rows of a batch are evaluated by Keras",
@@ -24,8 +31,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="all replicas of a Keras model drop out the same units",
         path="strategies/keras/state.py",
-        old="own = jnp.where(replica == 0, state, derived)",
-        new="own = jnp.where(replica >= 0, state, derived)",
+        old="own = jnp.where(replica == 0, state, _folded(state, replica))",
+        new="own = jnp.where(replica >= 0, state, _folded(state, replica))",
         caught_by="tests/strategies/keras_models/test_keras_state.py::test_each_replica_has_its_own_state_and_the_first_has_that_of_the_model",
     ),
     Fault(

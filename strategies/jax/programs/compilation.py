@@ -22,7 +22,7 @@ import platform
 import re
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -384,13 +384,17 @@ def _settings() -> Hashable:
 class CapturedVariables(Protocol):
     """Variables that a function reads, such as those of Keras models; they become arguments and results of its program.
 
-    `strategy.run` reads `values`, traces a new function in `inside`, and calls `put` after all local replicas have run
-    their program. If that fails, `put` is not called, and the variables keep their values.
+    `strategy.run` traces a new function in `inside`, gives each replica its `values`, and calls `put` after all local
+    replicas have run their program. If that fails, `put` is not called, and the variables keep their values.
     """
 
-    @property
-    def values(self) -> Sequence[Leaf]:
-        """The values of all variables, for a program."""
+    def values(self, replica: int = 0, changed: Iterable[int] = ()) -> Sequence[Leaf]:
+        """Return the values with which a replica begins a program.
+
+        Args:
+            replica: Global index of the replica.
+            changed: Numbers of the variables that the program changes; without them, shapes and dtypes are right.
+        """
 
     @property
     def is_current(self) -> bool:
@@ -405,8 +409,10 @@ class CapturedVariables(Protocol):
 
 
 class _Nothing:
-    values: Sequence[Leaf] = ()
     is_current = True
+
+    def values(self, replica: int = 0, changed: Iterable[int] = ()) -> Sequence[Leaf]:
+        return ()
 
     @contextmanager
     def inside(self, values: Sequence[Leaf]) -> Iterator[Callable[[], Mapping[int, Leaf]]]:

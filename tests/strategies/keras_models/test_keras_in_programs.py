@@ -11,6 +11,7 @@ from small_models import TARGETS, X, bits_of, largest_difference, regression, va
 
 import strategies
 from strategies import InfeedMode, InfeedQueue, loops
+from strategies.errors import StrategyError
 
 ROWS = 2
 ELEMENTS = [(X[start : start + ROWS], TARGETS[start : start + ROWS]) for start in range(0, 48, ROWS)]
@@ -121,14 +122,65 @@ def test_an_optimizer_without_state_applies_the_mean(alone, wrap):
     assert alone(program, 2) == [pytest.approx(-0.125, rel=1e-5)] * 2
 
 
-def test_moving_means_are_averaged_over_replicas(in_scopes):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_moving_means_are_averaged_over_replicas(in_scopes, dtype):
     def program(strategy):
-        model = keras.Sequential([keras.Input((1,)), keras.layers.BatchNormalization(momentum=0.0)])
+        model = keras.Sequential([keras.Input((1,)), keras.layers.BatchNormalization(momentum=0.0, dtype=dtype)])
         own = strategy.per_replica(lambda replica: np.full((4, 1), replica, np.float32))
         strategy.run(lambda x: model(x, training=True), (own,))
         return [float(value[0]) for value in model.get_weights()[2:]]
 
     assert in_scopes(1, program) + in_scopes(2, program) == [[1.5, 0.0]] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [(keras.metrics.Sum, [36.8, 24]), (keras.metrics.Mean, [36.8, 24, 24, 16])]
+)
+def test_metrics_add_over_replicas_with_the_same_bits_on_any_number_of_instances(in_scopes, kind, expected):
+    """Equal updates of all replicas count as often as there are replicas."""
+
+    def program(strategy):
+        metric, equal = kind(), kind()
+        values = strategy.per_replica(lambda replica: np.float32([replica, 2 * replica, 0.1]))
+
+        def update(values):
+            metric.update_state(values)
+            equal.update_state([1.0, 2.0])
+
+        for _ in range(2):
+            strategy.run(update, (values,))
+        read = strategy.run(lambda: 1 * metric.variables[0].value)
+        found = [np.asarray(variable.value).tolist() for one in (metric, equal) for variable in one.variables]
+        return found, {float(value) for value in read.values} == {found[0]}
+
+    alone, *others = [*in_scopes(1, program), *in_scopes(2, program), *in_scopes(4, program)]
+    assert others == [alone] * 6
+    assert alone == (pytest.approx(expected), True)
+
+
+def test_a_metric_that_is_reset_in_a_function_has_the_sum_since_then(alone):
+    def program(strategy):
+        metric = keras.metrics.Sum()
+
+        def update():
+            metric.reset_state()
+            metric.update_state([1.0])
+
+        for _ in range(2):
+            strategy.run(update)
+        return float(metric.result())
+
+    assert alone(program) == 4.0
+
+
+def test_a_variable_that_is_summed_but_of_no_metric_is_refused(alone):
+    def program(strategy):
+        counter = keras.Variable(0.0, aggregation="sum", name="counter")
+        with pytest.raises(StrategyError, match="'counter' has aggregation='sum'"):
+            strategy.run(lambda: counter.assign_add(1.0))
+        return float(counter.value)
+
+    assert alone(program) == 0.0
 
 
 def test_replicas_drop_different_units_and_instances_begin_equal(in_scopes):
