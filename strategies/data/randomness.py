@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from operator import methodcaller
 from typing import NamedTuple, Protocol
@@ -24,6 +25,8 @@ _IN_BETWEEN = np.random.PCG64(0)
 _of_numpy = mtrand._rand
 """NumPy's global generator, from which `np.random.rand` and others draw."""
 _unused: list[np.random.MT19937] = []
+are_kept: ContextVar[bool] = ContextVar("strategies.data.randomness", default=False)
+"""Whether this thread is inside of `kept_generators`."""
 drawing = threading.RLock()
 """Held by a thread while it draws from global generators that it has seeded."""
 # In a forked child, such as a worker of a loader, no thread of the parent is left to release it.
@@ -90,8 +93,7 @@ def lay(states: GeneratorStates) -> None:
         _of_numpy._bit_generator = _IN_BETWEEN
         np.random.set_state(states.normal)  # noqa: NPY002
         _of_numpy._bit_generator = states.of_numpy
-    torch = _generator_of_torch()
-    if torch is not None and states.of_torch is not None:
+    if (torch := _generator_of_torch()) is not None and states.of_torch is not None:
         torch.set_state(states.of_torch)
 
 
@@ -99,10 +101,11 @@ def lay(states: GeneratorStates) -> None:
 def kept_generators() -> Iterator[None]:
     """Restore the states of the global generators afterwards, that of PyTorch on the CPU too."""
     with drawing:
-        states = lifted()
+        states, token = lifted(), are_kept.set(True)
         try:
             yield
         finally:
+            are_kept.reset(token)
             lay(states)
 
 
@@ -147,8 +150,7 @@ def seed_for(seed: int, epoch: int, index: int) -> None:
     """Seed the global generators for one element of a data set in one epoch."""
     word = seed_from(seed, epoch, index)
     seed_python_and_numpy(word)
-    torch = _generator_of_torch()
-    if torch is not None:
+    if (torch := _generator_of_torch()) is not None:
         torch.manual_seed(word)
 
 
@@ -156,11 +158,11 @@ class DrawWatch:
     """A watch over the global generators that sees draws between two seedings. Comparing states takes some 80 us.
 
     Attributes:
-        has_seen: Whether random numbers were drawn.
+        has_seen: Whether random numbers were drawn. If they were, nothing is compared any more.
     """
 
-    def __init__(self) -> None:
-        self.has_seen = False
+    def __init__(self, has_seen: bool = False) -> None:
+        self.has_seen = has_seen
         self._seeded: object = None  # the states after the last seeding
 
     def begin(self) -> None:
@@ -183,31 +185,29 @@ class SeededElements:
         source: The data set.
         seed: The seed.
         epoch: The number of the epoch.
-        watch: The watch that sees whether elements draw; None if nobody asks.
+        watch: The watch that sees whether elements draw.
     """
 
-    def __init__(self, source: Data, seed: int, epoch: int, watch: DrawWatch | None = None) -> None:
+    def __init__(self, source: Data, seed: int, epoch: int, watch: DrawWatch) -> None:
         self._source, self._seed, self._epoch, self._watch = source, seed, epoch, watch
 
     def __len__(self) -> int:
         return len(self._source)
 
     def __getitem__(self, index: int) -> Element:
-        if self._watch is not None:
-            self._watch.look()
+        self._watch.look()
         seed_for(self._seed, self._epoch, index)
-        if self._watch is not None:
-            self._watch.begin()
+        self._watch.begin()
         return self._source[index]
 
 
 @contextmanager
 def seeded(source: Data, seed: int, epoch: int, watch: DrawWatch | None = None) -> Iterator[SeededElements]:
     """Provide the `SeededElements` of an epoch inside the block, and restore the global generators afterwards."""
+    watch = watch or DrawWatch(has_seen=True)
     with kept_generators():
         yield SeededElements(source, seed, epoch, watch)
-        if watch is not None:
-            watch.look()
+        watch.look()
 
 
 def _states() -> tuple[object, ...]:

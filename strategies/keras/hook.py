@@ -9,13 +9,14 @@ from collections.abc import Callable
 
 import keras
 
+from strategies.data.randomness import are_kept
 from strategies.errors import StrategyError
 from strategies.keras.checks import check_keras_version
 from strategies.keras.extensions import METHODS, Extensions
 from strategies.keras.in_programs import KerasState
 from strategies.keras.means import present_rule, sum_of_replicas
 from strategies.keras.model import FORWARDED, ReplicatedModel
-from strategies.keras.patches import ask_before_loops, ask_of_losses, give_methods, tell_of_new
+from strategies.keras.patches import ask_before_loops, ask_of_losses, draw_seeds, give_methods, tell_of_new
 from strategies.strategy import get_strategy
 
 __all__ = ["KerasState", "hook", "check_keras_version"]
@@ -68,4 +69,5 @@ def hook(is_scope_open: Callable[[], bool]) -> None:
             tell_of_new(keras.Model, join_scope)
             ask_before_loops(check_outside_scope)
             ask_of_losses(present_rule, sum_of_replicas)
+            draw_seeds(are_kept.get)
             _is_hooked = True

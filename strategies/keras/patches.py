@@ -51,14 +51,12 @@ def tell_of_new(kind: PatchedClass, tell: Callable[[Any], None]) -> None:
         kind: `keras.Model`, or `Node` for symbolic calls of layers.
         tell: Function to call.
     """
-    create: Method = kind.__init__
 
-    @functools.wraps(create)
-    def create_and_call(self: object, *args: object, **kwargs: object) -> None:  # Keras looks for these names
+    def create_and_call(create: Method, self: object, *args: object, **kwargs: object) -> None:
         create(self, *args, **kwargs)
         tell(self)
 
-    kind.__init__ = create_and_call
+    _wrap(kind, "__init__", create_and_call)
 
 
 def ask_before_loops(ask: Callable[[keras.Model], None]) -> None:
@@ -66,8 +64,13 @@ def ask_before_loops(ask: Callable[[keras.Model], None]) -> None:
 
     There is no other way to reach models that were made before `tell_of_new` was called.
     """
+
+    def ask_and_make(make: Method, self: keras.Model, *args: object, **kwargs: object) -> object:
+        ask(self)
+        return make(self, *args, **kwargs)
+
     for name in ("make_train_function", "make_test_function", "make_predict_function"):
-        setattr(keras.Model, name, _asking(getattr(keras.Model, name), ask))
+        _wrap(keras.Model, name, ask_and_make)
 
 
 def ask_of_losses(
@@ -119,13 +122,34 @@ def _divisor(values: Array, sample_weight: Array | None, mask: Array | None, red
     return jnp.sum(loss_module.squeeze_or_expand_to_same_rank(values, weights)[1])
 
 
-def _asking(make: Method, ask: Callable[[keras.Model], None]) -> Method:
-    @functools.wraps(make)
-    def ask_and_make(self: keras.Model, *arguments: object, **named: object) -> object:
-        ask(self)
-        return make(self, *arguments, **named)
+def draw_seeds(is_drawn: Callable[[], bool]) -> None:
+    """Draw the next seeds of `SeedGenerator`s from NumPy's global generator: Keras cannot seed all of them anew.
 
-    return ask_and_make
+    Generators with different seeds give different numbers, and all keep their states. In traced functions they do what
+    they do in Keras.
+
+    Args:
+        is_drawn: Returns whether the seeds of the calling thread are drawn now.
+    """
+
+    def draw_or_advance(advance: Method, self: keras.random.SeedGenerator, ordered: bool = True) -> object:
+        if not is_drawn() or isinstance(self.state.value * 1, jax.core.Tracer):
+            return advance(self, ordered)
+        drawn = np.frombuffer(np.random.bytes(8), "<u4")  # noqa: NPY002 - seeded for each batch
+        return self.backend.convert_to_tensor(drawn ^ (self._initial_seed or 0) % 2**32, dtype=self.state.dtype)
+
+    _wrap(keras.random.SeedGenerator, "next", draw_or_advance)
+
+
+def _wrap(owner: PatchedClass, name: str, around: Method) -> None:
+    """Replace a method of a class by one that calls `around` with the replaced method and all arguments."""
+    replaced: Method = getattr(owner, name)
+
+    @functools.wraps(replaced)
+    def call(self: object, *args: object, **kwargs: object) -> object:  # Keras looks for these names
+        return around(replaced, self, *args, **kwargs)
+
+    setattr(owner, name, call)
 
 
 # ---- for one object
@@ -148,8 +172,7 @@ def method_replaced(owner: object, name: str, method: Method) -> Iterator[None]:
 
 def hold_place(variable: keras.Variable) -> None:
     """Give a variable zeros that take no memory: Keras's `assign` allocates the variable's size."""
-    zeros: np.ndarray = np.broadcast_to(np.zeros((), variable.dtype), variable.shape)
-    variable._value = zeros
+    variable._value = np.broadcast_to(np.zeros((), variable.dtype), variable.shape)
 
 
 def give_back(model: keras.Model, state: State) -> None:

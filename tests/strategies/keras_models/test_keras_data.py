@@ -2,12 +2,14 @@
 
 import itertools
 
+import keras
 import numpy as np
 import pytest
 from small_models import ROWS, TARGETS, WEIGHTS, Batches, X, bits_of, regression
 from tiers import first_of, only
 
 from strategies.data.layout import Layout
+from strategies.data.randomness import kept_generators, seed_for
 from strategies.data.sources import Masked
 from strategies.keras.data import DataArguments, NumberedBatches, StreamOfBatches, open_feed
 
@@ -142,6 +144,32 @@ class Noisy(Batches):
         return rows + np.random.standard_normal(rows.shape).astype(np.float32), targets
 
 
+class NoisyByLayer(Batches):
+    """A source that draws by a layer of Keras with a seed, and by Keras's own generator."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = keras.layers.GaussianNoise(1.0, seed=1)
+
+    def __getitem__(self, number):
+        rows, targets = super().__getitem__(number)
+        return np.asarray(self.layer(rows, training=True) + keras.random.normal(rows.shape)), targets
+
+
+class ReorderedByKeras(Batches):
+    """A source that draws another order by a generator of Keras, which each instance seeds otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.order, self.generator = np.arange(self.count), keras.random.SeedGenerator()
+
+    def __getitem__(self, number):
+        return super().__getitem__(self.order[number])
+
+    def on_epoch_end(self):
+        self.order = np.asarray(keras.random.shuffle(self.order, seed=self.generator))
+
+
 class Reordered(Batches):
     """A source that draws another order at the end of an epoch."""
 
@@ -157,7 +185,7 @@ class Reordered(Batches):
 
 
 @pytest.mark.parametrize("steps", [None, 2])
-@pytest.mark.parametrize("kind", [Noisy, Reordered])
+@pytest.mark.parametrize("kind", [Noisy, NoisyByLayer, Reordered, ReorderedByKeras])
 def test_random_numbers_of_a_source_do_not_depend_on_the_spread(in_scopes, monkeypatch, kind, steps):
     """Each instance reads its own batches only. With two steps an epoch, hooks come while a pass is read."""
     monkeypatch.setattr(np.random, "randint", lambda most: 7)  # the seed of a training: threads share NumPy's state
@@ -172,16 +200,31 @@ def test_random_numbers_of_a_source_do_not_depend_on_the_spread(in_scopes, monke
     assert in_scopes(2, program) == [one] * 2
 
 
-def test_another_training_draws_other_numbers(alone):
+@pytest.mark.parametrize("kind", [Noisy, NoisyByLayer])
+def test_another_training_draws_other_numbers(alone, kind):
     def program(strategy):
         np.random.seed(3)
         models = [regression() for _ in range(2)]
         for model in models:
-            model.fit(Noisy(), shuffle=False, verbose=0)
+            model.fit(kind(), shuffle=False, verbose=0)
         return [bits_of(model) for model in models]
 
     one, other = alone(program)
     assert one != other
+
+
+def test_seeds_of_layers_make_different_numbers_and_keep_their_states(alone):
+    def program(strategy):
+        generators, found = [keras.random.SeedGenerator(seed) for seed in (1, 2)], []
+        for generator in generators:
+            with kept_generators():
+                seed_for(7, 0, 0)
+                found.append(np.asarray(generator.next()).tolist())
+        return found, [np.asarray(generator.state.value).tolist() for generator in generators]
+
+    (one, other), states = alone(program)
+    assert one != other
+    assert states == [[1, 0], [2, 0]]
 
 
 @pytest.mark.parametrize("steps", [1, 2])
