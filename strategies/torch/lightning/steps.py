@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins import Precision
 from pytorch_lightning.strategies.strategy import _ForwardRedirection
+from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
 from strategies.errors import StrategyError
@@ -174,8 +175,8 @@ class ReplicaSteps:
         first, *_ = outputs.values()
         if not isinstance(first, Mapping):
             return mean
-        extras = {name: [_detached(one[name]) for one in outputs.values()] for name in first if name != "loss"}
-        return {"loss": mean, **extras}
+        extras = {name: [one[name] for one in outputs.values()] for name in first if name != "loss"}
+        return {"loss": mean, **tree_map_only(torch.Tensor, torch.Tensor.detach, extras)}
 
     def _train_manually(self, batch: ReplicaBatches, others: Sequence[Tree], named: Mapping[str, Tree]) -> Tree:
         """Run `training_step` for the only replica of the job. It calls the optimizers by itself."""
@@ -284,7 +285,3 @@ def _check_buffers_unchanged(
                 "checkpoints; log values with self.log, use a metric of torchmetrics, or register the buffer with "
                 "persistent=False"
             )
-
-
-def _detached(value: Tree) -> Tree:
-    return value.detach() if isinstance(value, torch.Tensor) else value

@@ -8,7 +8,7 @@ import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from io import BytesIO
@@ -119,11 +119,9 @@ class _Contents:
     def are_there(self) -> bool:
         """Whether the container has the same elements now."""
         now, then = self.holder, self.elements
-        if len(now) != len(then):
-            return False
-        if isinstance(now, dict):
-            return all(map(is_, now, then)) and all(map(is_, now.values(), then.values()))
-        return now == then if isinstance(now, set) else all(map(is_, now, then))
+        if len(now) != len(then) or isinstance(now, set):
+            return bool(now == then)
+        return all(map(is_, now, then)) and (not isinstance(now, dict) or all(map(is_, now.values(), then.values())))
 
 
 @dataclass
@@ -131,31 +129,28 @@ class _Assigned:
     """The values of one attribute.
 
     Attributes:
-        first: The value with which each replica begins; `_MISSING` if there was none.
         left: The value when the last replica ended, or what is there between steps.
-        of: The values of the replicas.
+        of: The values of the replicas; `_MISSING` for no attribute.
         shown: The values of the replicas at the end of the last step, and what was left in their place.
     """
 
-    first: Tree
     left: Tree
-    of: dict[int, Tree] = field(default_factory=dict)
+    of: dict[int, Tree]
     shown: tuple[dict[int, Tree], Tree] = ({}, _MISSING)
-
-    def of_replica(self, replica: int) -> Tree:
-        """Return the value with which a replica begins a step; one that came later begins as another one does."""
-        return self.of.get(replica, next(iter(self.of.values()), self.first))
 
     def follow(self, now: Tree) -> bool:
         """Give all replicas what the program has done to a container; return False if the attribute is another one."""
         left = self.left
-        if not isinstance(left, _Contents):
-            return now is left
-        if now is left.holder and not left.are_there:
-            of = self.of.items()
-            self.of = {replica: _Contents(one.holder, _edited(one.elements, left.elements, now)) for replica, one in of}
-            self.left = _Contents(now, now.copy())
-        return now is left.holder
+        if isinstance(left, _Contents) and not left.are_there:
+            for replica, one in self.of.items():
+                self.of[replica] = _Contents(one.holder, _edited(one.elements, left.elements, left.holder))
+            self.left = _Contents(left.holder, left.holder.copy())
+        return now is self.held
+
+    @property
+    def held(self) -> Tree:
+        """The object that the attribute has had after the last step."""
+        return self.left.holder if isinstance(self.left, _Contents) else self.left
 
 
 @dataclass(frozen=True)
@@ -185,7 +180,8 @@ class Attributes:
     attribute is `ReplicaValues` in two cases: if all are numbers (in submodules no tensors, which may be on a device);
     or if the last one is None, a string or the like, because the program could assign the same object unseen.
 
-    A value that the program assigns holds for all replicas. Lists, dictionaries, sets and deques count by their
+    A value that the program assigns holds for all replicas, except that of another attribute, of which each replica has
+    its own: `m.before = m.now` keeps the value of each replica. Lists, dictionaries, sets and deques count by their
     elements: if replicas have different keys or lengths, the attribute is `ReplicaValues`. If not, single elements can
     be, and all replicas get the edits of the program. Other objects that a step changes in place belong to the
     instance, and those of TorchScript to the module.
@@ -207,11 +203,11 @@ class Attributes:
         self._module = weakref.proxy(module, lambda _: self._attributes.clear())
         self._apart: tuple[type[torch.nn.Module], ...] = (*apart, torch.jit.ScriptModule)
         self._attributes: list[dict[str, Tree]] = []
-        self._names: list[str] = []
         self._replicas: Sequence[int] = ()
         self._small: set[tuple[int, str]] = set()  # containers that have begun with few elements
         self.of_steps = Counter[tuple[int, str]]()
         self._assigned: dict[tuple[int, str], _Assigned] = {}  # by the module's number and the attribute's name
+        self._movable: set[int] = set()  # ids of their values, but those that another attribute has had, too
         self.follow()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -282,20 +278,29 @@ class Attributes:
 
     def of_all(self, communicator: Communicator) -> Counter[tuple[int, str]]:
         """Return `of_steps`, also with the attributes that steps have assigned on other instances only. Collective."""
-        places = {id(one): number for number, one in enumerate(self._attributes)}
-        own = [(places[of], name) for of, name in self.of_steps if of in places]
-        for text in gather_bytes(communicator, json.dumps(own).encode(), "attributes that steps assign"):
+        own = json.dumps(self._names_of_steps()).encode()
+        for text in gather_bytes(communicator, own, "attributes that steps assign"):
             for number, name in json.loads(text):
                 self.of_steps.setdefault((id(self._attributes[number]), name), 0)
         return self.of_steps
 
-    def _contents(self) -> Iterator[tuple[tuple[int, str], _Contents]]:
+    def _names_of_steps(self) -> list[tuple[int, str]]:
+        places = {id(one): number for number, one in enumerate(self._attributes)}
+        return sorted((places[of], name) for of, name in self.of_steps if of in places)
+
+    def _value(self, number: int, name: str) -> Tree:
+        return self._attributes[number].get(name, _MISSING)
+
+    def _values(self) -> Iterator[tuple[tuple[int, str], Tree]]:
         for number, attributes in enumerate(self._attributes):
-            for name, value in attributes.items():
-                if type(value) not in _CONTAINERS or name in self._others:
-                    continue
-                if len(value) <= _MOST_ELEMENTS or (id(attributes), name) in self._small:
-                    self._small.add((id(attributes), name))
+            yield from (((number, name), value) for name, value in attributes.items() if name not in self._others)
+
+    def _contents(self) -> Iterator[tuple[tuple[int, str], _Contents]]:
+        for (number, name), value in self._values():
+            if type(value) in _CONTAINERS:
+                place = id(self._attributes[number]), name
+                if len(value) <= _MOST_ELEMENTS or place in self._small:
+                    self._small.add(place)
                     yield (number, name), _Contents(value, value.copy())
 
     # ---- for an instance that joins
@@ -305,28 +310,26 @@ class Attributes:
 
         What cannot be sent is left out if one step has assigned it: that is a cache, which the other instance fills.
         """
-        names, found, gone, obstacle, module = [], [], [], "", self._module
+        names, found, gone, obstacle, module = self._names_of_steps(), [], [], "", self._module
         storages = {one.untyped_storage().data_ptr() for one in [*module.parameters(), *module.buffers()]}
-        for number, attributes in enumerate(self._attributes):
-            for name in sorted(name for of, name in self.of_steps if of == id(attributes)):
-                names.append((number, name))
-                if (value := self._of_first(number, name)) is _MISSING:
-                    gone.append((number, name))
-                    continue
-                try:
-                    copy = tree_map_only(torch.Tensor, partial(_copied_apart, storages=storages), value)
-                    _unpacked(_packed(copy))
-                except Exception:  # pickle raises whatever an object raises
-                    if self.of_steps[id(attributes), name] > 1:
-                        obstacle = f"{self._names[number]}.{name}, a {type(value).__name__}"
-                else:
-                    found.append((number, name, copy))
+        for number, name in names:
+            if (value := self._of_first(number, name)) is _MISSING:
+                gone.append((number, name))
+                continue
+            try:
+                copy = tree_map_only(torch.Tensor, partial(_copied_apart, storages=storages), value)
+                _unpacked(_packed(copy))
+            except Exception:  # pickle raises whatever an object raises
+                if self.of_steps[id(self._attributes[number]), name] > 1:
+                    obstacle = f"{self._names[number]}.{name}, a {type(value).__name__}"
+            else:
+                found.append((number, name, copy))
         return _packed((names, found, gone, obstacle))
 
     def _of_first(self, number: int, name: str) -> Tree:
-        now, values = self._attributes[number].get(name, _MISSING), self._assigned.get((number, name))
+        now, values = self._value(number, name), self._assigned.get((number, name))
         if values is not None and values.follow(now):
-            now = values.of_replica(min(values.of, default=0))
+            now = values.of[min(values.of)]
         return now.elements if isinstance(now, _Contents) else now
 
     def unpack(self, packed: bytes) -> None:
@@ -355,21 +358,26 @@ class Attributes:
     def begin(self, replicas: Iterable[int]) -> bool:
         """Begin a step of these local replicas, and return whether they need `of`. New ones begin as another one does.
 
-        A value that the program has assigned since the last step holds for all replicas.
+        A value that the program has assigned since the last step holds for all replicas. If the program has moved the
+        value of another attribute, each replica moves its own.
         """
         local = self._replicas = list(replicas)
-        for (number, name), values in list(self._assigned.items()):
-            if values.follow(self._attributes[number].get(name, _MISSING)):
-                values.of = {replica: values.of_replica(replica) for replica in local}
-            else:
-                del self._assigned[number, name]
+        before = self._assigned
+        self._assigned = {key: one for key, one in before.items() if one.follow(self._value(*key))}
+        moved = {id(one.held): one for one in before.values() if id(one.held) in self._movable}
+        for key, now in self._values() if moved else ():
+            if id(now) in moved:
+                self._assigned.setdefault(key, replace(moved[id(now)], shown=({}, _MISSING)))
+        for values in self._assigned.values():
+            other = next(iter(values.of.values()))
+            values.of = {replica: values.of.get(replica, other) for replica in local}
         return len(local) > 1 or bool(self._assigned)
 
     @contextmanager
     def of(self, replica: int) -> Iterator[None]:
         """Give attributes the values of a replica, and keep those that it assigns."""
         for (number, name), values in self._assigned.items():
-            _put(self._attributes[number], name, values.of.get(replica, values.first))
+            _put(self._attributes[number], name, values.of[replica])
         before, contents = [dict(one) for one in self._attributes], dict(self._contents())
         try:
             yield
@@ -379,43 +387,39 @@ class Attributes:
     def _end(
         self, replica: int, before: Sequence[Mapping[str, Tree]], contents: Mapping[tuple[int, str], _Contents]
     ) -> None:
+        begun: dict[tuple[int, str], Tree] = {key: one for key, one in contents.items() if not one.are_there}
         for number, (attributes, earlier) in enumerate(zip(self._attributes, before, strict=True)):
-            if _are_same(attributes, earlier):
-                continue
-            for name in (earlier.keys() | attributes.keys()) - self._others:
-                first, now = earlier.get(name, _MISSING), attributes.get(name, _MISSING)
-                if now is not first and (number, name) not in self._assigned:
-                    self._begin((number, name), contents.get((number, name), first))
-        for key, earlier_contents in contents.items():
-            if key not in self._assigned and not earlier_contents.are_there:
-                self._begin(key, earlier_contents)
+            if not _are_same(attributes, earlier):
+                for name in (earlier.keys() | attributes.keys()) - self._others:
+                    first = earlier.get(name, _MISSING)
+                    if attributes.get(name, _MISSING) is not first:
+                        begun[number, name] = contents.get((number, name), first)
+        for key in begun.keys() - self._assigned.keys():  # replicas that have not assigned it have the first value
+            self._assigned[key] = _Assigned(begun[key], dict.fromkeys(self._replicas, begun[key]))
         for (number, name), values in self._assigned.items():
-            now, then = self._attributes[number].get(name, _MISSING), values.of.get(replica)
+            now, then = self._value(number, name), values.of.get(replica)
             if type(now) in _CONTAINERS:
                 is_same = isinstance(then, _Contents) and then.holder is now and then.are_there
                 now = then if is_same else _Contents(now, now.copy())
             values.of[replica] = values.left = now
-
-    def _begin(self, key: tuple[int, str], first: Tree) -> None:
-        """Keep the values of an attribute from now on. Replicas that have not assigned it have the first value."""
-        self._assigned[key] = _Assigned(first, first, dict.fromkeys(self._replicas, first))
 
     def end(self) -> None:
         """End a step of all local replicas: leave `ReplicaValues` where no value would do for all."""
         for (number, name), values in self._assigned.items():
             of = values.of
             if not _are_same(values.shown[0], of):
-                are_numbers = all(
-                    _is_number(one) and not (number and isinstance(one, torch.Tensor)) for one in of.values()
-                )
+                is_of_device = number and isinstance(values.left, torch.Tensor)
+                are_numbers = not is_of_device and all(map(_is_number, of.values()))
                 values.shown = dict(of), _outside(f"{self._names[number]}.{name}", of, values.left, are_numbers)
             values.left = values.shown[1]
             _put(self._attributes[number], name, values.left)
+        held = {id(one.held) for one in self._assigned.values() if not isinstance(one.held, _SHARED)}
+        self._movable = held and held - {id(now) for key, now in self._values() if key not in self._assigned}
 
     def show(self) -> None:
         """Give attributes the values of the last local replica in place of `ReplicaValues`, when no step follows."""
         for (number, name), values in self._assigned.items():
-            if values.follow(self._attributes[number].get(name, _MISSING)):
+            if values.follow(self._value(number, name)):
                 values.left = values.of[max(values.of)]
                 _put(self._attributes[number], name, values.left)
 
@@ -513,8 +517,7 @@ def _shown(value: Tree) -> str:
         value = value.detach()
     if isinstance(value, torch.Tensor | np.ndarray | np.generic) and _is_number(value):
         value = value.item()
-    if isinstance(value, _Contents):
-        value = value.elements
+    value = value.elements if isinstance(value, _Contents) else value
     return f"{value:g}" if isinstance(value, float) else "nothing" if value is _MISSING else reprlib.repr(value)
 
 

@@ -9,6 +9,7 @@ import io
 import math
 import random
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -237,6 +238,61 @@ def cleared(module, optimizer):
             module.value.clear()
 
 
+def kept_two(module, x):
+    """Keep the mean of the last pass, and use that of an earlier one."""
+    before = getattr(module, "earlier", None)
+    module.value = x.mean(0)
+    return 1.0 if before is None else before.mean()
+
+
+def handed_number(module, x):
+    """Keep a number of the last pass, and use that of an earlier one."""
+    before = getattr(module, "earlier", 1.0)
+    module.value = float(x.max())
+    return before
+
+
+def counted_in_turn(module, x):
+    """Append to the one list in odd passes, and to the other one in even passes."""
+    module.value.append(float(x.max()))
+    module.value, module.last.other = getattr(module.last, "other", [1.0]), module.value
+    return sum(module.value) + 2 * sum(module.last.other)
+
+
+def one_of_two(module, x):
+    """Choose one of two objects, which the program may assign, too."""
+    before = module.earlier.gain if hasattr(module, "earlier") else 1.0
+    module.value = module.last.high if x.sum() > 0 else module.last.low
+    return before
+
+
+def with_objects():
+    module = remembers(None, one_of_two)()
+    module.last.high, module.last.low = SimpleNamespace(gain=2.0), SimpleNamespace(gain=0.5)
+    return module
+
+
+def handed_on(module, optimizer):
+    for number, _ in enumerate(steps()):
+        yield
+        if number != 1:
+            module.earlier = module.value
+
+
+def exchanged(module, optimizer):
+    for number, _ in enumerate(steps()):
+        yield
+        if number % 2:
+            module.value.append(0.5)
+            module.value, module.last.other = module.last.other, module.value
+
+
+def object_assigned(module, optimizer):
+    for number, _ in enumerate(steps()):
+        yield
+        module.earlier = module.last.high if number % 2 else module.last.low
+
+
 def nothing_left(module, optimizer):
     for _ in steps():
         yield
@@ -258,6 +314,10 @@ ASSIGNED = [
     row("a list is edited", remembers([], appended), program=list_edited),
     row("nothing is assigned in place of a matrix", remembers(None, hidden), program=nothing_left),
     row("NaN is assigned to a part", remembers(None, at_least), program=nan_left),
+    row("a tensor is handed on to another attribute", remembers(None, kept_two), program=handed_on),
+    row("a number is handed on to another attribute", remembers(0.0, handed_number), program=handed_on),
+    row("two lists are exchanged", remembers([0.0], counted_in_turn), program=exchanged),
+    row("an object that some replicas have chosen is assigned", with_objects, program=object_assigned),
     row("a mode is assigned", remembers(None, mode_changed),
         program=lambda module, optimizer: (module.eval() if number == 2 else None for number in range(STEPS))),
 ]  # fmt: skip
