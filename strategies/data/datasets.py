@@ -3,6 +3,7 @@
 import itertools
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -92,6 +93,7 @@ class DistributedDataset:
     Attributes:
         num_read_ahead: Number of batches that are prepared before they are taken.
         is_last_outdated: Whether the batch yielded last belongs to other replicas than the present ones.
+        consumed: The epoch and the step after the batch that was yielded last.
 
     Raises:
         TypeError: If the source is of no known kind, or an argument has the wrong type.
@@ -136,7 +138,7 @@ class DistributedDataset:
         self._is_read_again = is_read_again
         self._contents: list[tuple[Leaf, object]] = []  # of the batches above, to see whether the program changes them
         self.is_last_outdated = False
-        self._consumed = (0, 0)
+        self.consumed = (0, 0)
         self._resume: tuple[int, int] | None = None
         if self.dropped:
             log.info(
@@ -185,7 +187,7 @@ class DistributedDataset:
         at_least(0, "epoch", epoch)
         start = 0
         if self._resume is not None and self._resume[0] == epoch:
-            start, self._resume = self._resume[1], None
+            start, self._resume, self._source.passes_due = self._resume[1], None, epoch
         return self._read(epoch, start)
 
     @property
@@ -251,14 +253,14 @@ class DistributedDataset:
 
         After the last batch of an epoch it is the beginning of the next epoch.
         """
-        epoch, step = self._consumed
-        return Position(epoch, step, **self._identity())
+        return Position(*self.consumed, **self._identity())
 
     def restore(self, position: Position) -> None:
         """Make the next `epoch(position.epoch)` begin at the position's step; other epochs begin at step 0.
 
         Arrays and objects with `[i]` are read from that step on. Other sources are read from their beginning, and
-        earlier elements are skipped.
+        earlier elements are skipped. If they have a length, the passes of earlier epochs are read too, because a loader
+        that shuffles has another order in each pass.
 
         Raises:
             ValueError: If the position belongs to a data set with another seed, size or order; nothing has changed.
@@ -273,7 +275,7 @@ class DistributedDataset:
         at_least(0, "epoch", position.epoch)
         if at_least(0, "step", position.step) > (self._source.steps or position.step):
             raise ValueError(f"the position is at step {position.step} of an epoch of {self._source.steps} steps")
-        self._consumed = self._resume = (position.epoch, position.step)
+        self.consumed = self._resume = (position.epoch, position.step)
 
     def redistribute(self, local_replicas: Sequence[int]) -> None:
         """Give the batches of other replicas from the next batch on.
@@ -324,23 +326,15 @@ class DistributedDataset:
 
     def with_values(self) -> Batch:
         """Return the batch of the last step, read again; `has_given` does not know it."""
-        epoch, step = self._consumed
-        return self._batch_at(epoch, step - 1)
+        return self._batch_at(self.consumed[0], self.consumed[1] - 1)
 
     def _batch_at(self, epoch: int, step: int) -> Batch:
-        batches = self._source.batches(epoch, step)
-        batch = self._moved(next(batches))
-        batches.close()
-        return batch
-
-    @property
-    def consumed(self) -> tuple[int, int]:
-        """The epoch and the step after the batch that was yielded last."""
-        return self._consumed
+        with closing(self._source.batches(epoch, step)) as batches:
+            return self._moved(next(batches))
 
     def end_epoch(self) -> None:
         """Take the rest of the epoch for read, as the active instances have read it."""
-        self._consumed, self._resume, self._last = (self._consumed[0] + 1, 0), None, None
+        self.consumed, self._resume, self._last = (self.consumed[0] + 1, 0), None, None
 
     def _identity(self) -> dict[str, Any]:
         """Return the fields of a position that must be equal for it to mean the same elements."""
@@ -354,24 +348,24 @@ class DistributedDataset:
         }
 
     def _read(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        self._consumed = (epoch, start)
+        self.consumed = (epoch, start)
         source = None
         while source is not self._source:  # redistribute has replaced the source
             source = self._source
             batches = self._placeholders(epoch, start) if self._is_spare() else self._placed(epoch, start)
             try:
                 for step, batch in enumerate(self._waited_for(self._agreed(batches, epoch, start)), start + 1):
-                    self._consumed, self._last, self.is_last_outdated = (epoch, step), batch, False
+                    self.consumed, self._last, self.is_last_outdated = (epoch, step), batch, False
                     self._earlier.clear()
                     self._contents.clear()
                     if self._is_read_again:
                         self._note_contents()
-                    start = step  # not that of another iterator, which `_consumed` may be
+                    start = step  # not that of another iterator, which `consumed` may be
                     yield batch
                     if source is not self._source:
                         break
                 else:
-                    self._consumed, self._last = (epoch + 1, 0), None
+                    self.consumed, self._last = (epoch + 1, 0), None
             finally:
                 batches.close()
 

@@ -5,7 +5,9 @@ Arrays, and objects with `[i]`, have random access.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice, zip_longest
@@ -21,6 +23,8 @@ from strategies.data.layout import Indices, Layout, epoch_order
 from strategies.data.randomness import DrawWatch, seeded
 from strategies.typing import Batch, Data, Element, Tree
 from strategies.values import PerReplica
+
+logger = logging.getLogger(__name__)
 
 
 class Masked(NamedTuple):
@@ -52,6 +56,7 @@ class DataSource(ABC):
         draws: Whether it does, so that no batch may be read ahead.
         is_endless: Whether padding goes on after the last element if the number of steps is unknown, because other
             instances may have more elements; the reader sets it.
+        passes_due: Number of passes that come before the next one, which resumes a later epoch; the reader sets it.
     """
 
     is_random_access: ClassVar[bool] = False
@@ -60,6 +65,7 @@ class DataSource(ABC):
     runs_code: bool = False
     draws: bool = False
     is_endless: bool = False
+    passes_due: int = 0
 
     @abstractmethod
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
@@ -267,15 +273,29 @@ class ElementRound(NamedTuple):
 
 @dataclass(eq=False)
 class SequentialSource(DataSource):
-    """Elements that come in their source's order; `elements_per_replica` rounds are stacked into a batch."""
+    """Elements that come in their source's order; `elements_per_replica` rounds are stacked into a batch.
+
+    A source may have another order in each pass, as a loader that shuffles. Where a later epoch is resumed, the passes
+    before it are read first. Passes without a known end are not.
+    """
 
     rounds: Callable[[], Iterator[ElementRound]]
     layout: Layout
     length: int | None = None
     steps: int | None = None
+    passes: int = 0
 
     @override
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
+        due = range(self.passes, self.passes_due)
+        if due and self.steps is None:
+            logger.warning(
+                "an epoch after the first is resumed in the order of the first pass over the data set, which has no "
+                "len(), so that earlier passes may have no end; give it a len() if each pass has its own order"
+            )
+        for _ in due if self.steps is not None else ():
+            deque(self._batches_of_rounds(), maxlen=0)
+        self.passes = max(self.passes, self.passes_due) + 1
         for step, rounds in enumerate(self._batches_of_rounds()):
             if step >= start:
                 yield self._stack(rounds)
@@ -322,12 +342,8 @@ def from_iterable(source: Data, layout: Layout) -> DataSource:
     length = _length(source)
     if length is not None:
         layout.check_length(length)
-    return SequentialSource(
-        lambda: _interleaved(source, layout),
-        layout,
-        length=length,
-        steps=None if length is None else layout.steps(length),
-    )
+    steps = None if length is None else layout.steps(length)
+    return SequentialSource(lambda: _interleaved(source, layout), layout, length, steps)
 
 
 def from_shards(source: Data, layout: Layout) -> DataSource:
@@ -337,12 +353,8 @@ def from_shards(source: Data, layout: Layout) -> DataSource:
     for replica, shard in zip(layout.local_replicas, shards, strict=True):
         _require_iterable(f"shard {replica} of {replicas}", shard)
     lengths = _shard_lengths(source, shards[0], replicas)
-    return SequentialSource(
-        lambda: _side_by_side(shards, layout),
-        layout,
-        length=None if lengths is None else sum(lengths),
-        steps=None if lengths is None else _steps_of_shards(lengths, layout),
-    )
+    length, steps = (None, None) if lengths is None else (sum(lengths), _steps_of_shards(lengths, layout))
+    return SequentialSource(lambda: _side_by_side(shards, layout), layout, length, steps)
 
 
 def from_values(values: Sequence[Element], layout: Layout) -> DataSource:

@@ -143,8 +143,8 @@ IN_STRATEGIES = (
     Fault(
         name="a data set resumes one step after its saved position",
         path="strategies/data/datasets.py",
-        old="self._consumed = self._resume = (position.epoch, position.step)",
-        new="self._consumed = self._resume = (position.epoch, position.step + 1)",
+        old="self.consumed = self._resume = (position.epoch, position.step)",
+        new="self.consumed = self._resume = (position.epoch, position.step + 1)",
         caught_by="tests/strategies/test_datasets.py::test_a_restored_position_continues_exactly",
     ),
     Fault(
@@ -157,8 +157,8 @@ IN_STRATEGIES = (
     Fault(
         name="remaining instances continue with the batch after the interrupted step's",
         path="strategies/data/datasets.py",
-        old="return self._batch_at(epoch, step - 1)",
-        new="return self._batch_at(epoch, step)",
+        old="return self._batch_at(self.consumed[0], self.consumed[1] - 1)",
+        new="return self._batch_at(*self.consumed)",
         caught_by="tests/strategies/test_redistribution.py::test_the_batch_of_the_last_step_is_read_again_for_other_replicas",
     ),
     Fault(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from feed_data import Unsized
 
+from collectives.backends.thread import run_on_threads
 from strategies.data.datasets import DistributedDataset
 from strategies.data.layout import Position
 from strategies.data.sources import InputContext, Masked
@@ -243,6 +244,66 @@ def test_a_position_is_at_the_next_epoch_once_the_loop_has_ended():
     inside = [(dataset.position().epoch, dataset.position().step) for _ in dataset.epoch(7)]
     assert inside == [(7, 1), (7, 2)]
     assert (dataset.position().epoch, dataset.position().step) == (8, 0)
+
+
+class Reshuffled:
+    """A loader that draws another order in each pass, and once more at the end of a pass."""
+
+    def __init__(self, length):
+        self._random, self._length, self.begun = np.random.default_rng(3), length, 0
+
+    def __len__(self):
+        return self._length
+
+    def __iter__(self):
+        self.begun += 1
+        yield from self._random.permutation(self._length)
+        self._random.random()
+
+
+class ReshuffledShards:
+    def shard(self, replicas, replica):
+        return Reshuffled(20)
+
+
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+@pytest.mark.parametrize("make", [lambda: Reshuffled(41), ReshuffledShards])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_loader_that_shuffles_itself_goes_on_with_the_order_of_its_pass(make, n, remainder):
+    def dataset(rank, communicator=None):
+        local = range(4)[rank * 4 // n : (rank + 1) * 4 // n]
+        given = {"batch_size": 2, "total_replicas": 4, "local_replicas": local, "remainder": remainder}
+        return DistributedDataset(make(), **given, communicator=communicator)
+
+    def of_epochs(dataset, first):
+        return [(e, str(batch)) for e in range(first, 4) for batch in dataset.epoch(e)]
+
+    def on_instance(communicator):
+        whole = dataset(communicator.rank, communicator)
+        expected, positions = [], []
+        for e in range(4):
+            for batch in whole.epoch(e):
+                expected.append((e, str(batch)))
+                positions.append(whole.position())
+            positions[-1] = whole.position()
+        for number, position in enumerate(positions):
+            resumed = dataset(communicator.rank, communicator)
+            resumed.restore(position)
+            assert of_epochs(resumed, position.epoch) == expected[number + 1 :]
+
+    run_on_threads(n, on_instance)
+
+
+def test_a_loader_without_a_length_is_not_read_before_a_resumed_epoch(caplog):
+    first, resumed = (
+        DistributedDataset(Unsized(range(40)), batch_size=4, total_replicas=1, local_replicas=range(1))
+        for _ in range(2)
+    )
+    next(first.epoch(1))
+    assert not caplog.text
+    resumed.restore(first.position())
+    assert len(list(resumed.epoch(1))) == 9
+    assert "give it a len() if each pass has its own order" in caplog.text
 
 
 def test_a_restored_epoch_begins_late_only_once():
