@@ -277,8 +277,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="a value that the program moves to another attribute is that of the last replica",
         path="strategies/torch/replicas/state.py",
-        old="            if id(now) in moved:",
-        new="            if False:",
+        old="if id(pair[1]) in moved]:",
+        new="if False]:",
         caught_by="tests/strategies/on_torch/test_turns.py::test_replicas_have_the_bits_of_copies_in_plain_pytorch",
     ),
     Fault(

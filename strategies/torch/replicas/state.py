@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from io import BytesIO
+from itertools import chain
 from numbers import Real
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, NoneType
@@ -291,16 +292,13 @@ class Attributes:
     def _value(self, number: int, name: str) -> Tree:
         return self._attributes[number].get(name, _MISSING)
 
-    def _values(self) -> Iterator[tuple[tuple[int, str], Tree]]:
-        for number, attributes in enumerate(self._attributes):
-            yield from (((number, name), value) for name, value in attributes.items() if name not in self._others)
-
     def _contents(self) -> Iterator[tuple[tuple[int, str], _Contents]]:
-        for (number, name), value in self._values():
-            if type(value) in _CONTAINERS:
-                place = id(self._attributes[number]), name
-                if len(value) <= _MOST_ELEMENTS or place in self._small:
-                    self._small.add(place)
+        for number, attributes in enumerate(self._attributes):
+            for name, value in attributes.items():
+                if type(value) not in _CONTAINERS or name in self._others:
+                    continue
+                if len(value) <= _MOST_ELEMENTS or (id(attributes), name) in self._small:
+                    self._small.add((id(attributes), name))
                     yield (number, name), _Contents(value, value.copy())
 
     # ---- for an instance that joins
@@ -365,9 +363,9 @@ class Attributes:
         before = self._assigned
         self._assigned = {key: one for key, one in before.items() if one.follow(self._value(*key))}
         moved = {id(one.held): one for one in before.values() if id(one.held) in self._movable}
-        for key, now in self._values() if moved else ():
-            if id(now) in moved:
-                self._assigned.setdefault(key, replace(moved[id(now)], shown=({}, _MISSING)))
+        for number, attributes in enumerate(self._attributes if moved else ()):
+            for name, now in [pair for pair in attributes.items() if id(pair[1]) in moved]:
+                self._assigned.setdefault((number, name), replace(moved[id(now)], shown=({}, _MISSING)))
         for values in self._assigned.values():
             other = next(iter(values.of.values()))
             values.of = {replica: values.of.get(replica, other) for replica in local}
@@ -397,7 +395,7 @@ class Attributes:
         for key in begun.keys() - self._assigned.keys():  # replicas that have not assigned it have the first value
             self._assigned[key] = _Assigned(begun[key], dict.fromkeys(self._replicas, begun[key]))
         for (number, name), values in self._assigned.items():
-            now, then = self._value(number, name), values.of.get(replica)
+            now, then = self._attributes[number].get(name, _MISSING), values.of.get(replica)
             if type(now) in _CONTAINERS:
                 is_same = isinstance(then, _Contents) and then.holder is now and then.are_there
                 now = then if is_same else _Contents(now, now.copy())
@@ -413,8 +411,9 @@ class Attributes:
                 values.shown = dict(of), _outside(f"{self._names[number]}.{name}", of, values.left, are_numbers)
             values.left = values.shown[1]
             _put(self._attributes[number], name, values.left)
-        held = {id(one.held) for one in self._assigned.values() if not isinstance(one.held, _SHARED)}
-        self._movable = held and held - {id(now) for key, now in self._values() if key not in self._assigned}
+        held = Counter(id(one.held) for one in self._assigned.values() if not isinstance(one.held, _SHARED))
+        every = Counter(map(id, chain.from_iterable(map(dict.values, self._attributes if held else ()))))
+        self._movable = {number for number, count in held.items() if every[number] == count}
 
     def show(self) -> None:
         """Give attributes the values of the last local replica in place of `ReplicaValues`, when no step follows."""
