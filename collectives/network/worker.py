@@ -85,7 +85,7 @@ class Worker(ABC):
 
     @abstractmethod
     def call(self, peer: Peer) -> None:
-        """Call another worker after this one has met the others, in a thread, until it answers or is gone."""
+        """Call another worker in a thread until it answers or is gone; if it was lost, as a new process."""
 
     @abstractmethod
     def seat(self, rank: int) -> Peer:

@@ -58,7 +58,7 @@ def unique_name(path: str, known: Mapping[str, object]) -> str:
     The number in a name that the program has given to a layer, such as `tower_2`, is no running number.
     """
     numbered: Mapping[str, int] = global_state.get_global_attribute("object_name_uids", {})
-    name = re.sub(r"([^/]+)_\d+(?=/)", lambda found: found[found[1] in numbered], path)
+    name = re.sub(r"([^/]+)_\d+(?=/)", lambda found: found[1] if found[1] in numbered else found[0], path)
     names = (f"{name}_{number}" if number else name for number in range(len(known) + 1))
     return next(found for found in names if found not in known)
 

@@ -29,6 +29,20 @@ class Batches(keras.utils.PyDataset):
         return X[rows], TARGETS[rows]
 
 
+class Reordered(Batches):
+    """A source that draws another order at the end of an epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = np.arange(self.count)
+
+    def __getitem__(self, number):
+        return super().__getitem__(self.order[number])
+
+    def on_epoch_end(self):
+        np.random.shuffle(self.order)
+
+
 class AddsLoss(layers.Layer):
     def call(self, values):
         self.add_loss(0.1 * keras.ops.mean(values**2))

@@ -1,10 +1,9 @@
 """Checkpoints of a strategy under `fit`: resumed on other numbers of instances, the bits of an unbroken training."""
 
 import keras
-import numpy as np
 import pytest
 from keras import layers
-from small_models import TARGETS, Batches, X, bits_of, dense, regression
+from small_models import TARGETS, Reordered, X, bits_of, dense, regression
 from tiers import first_of
 
 import strategies
@@ -62,18 +61,6 @@ def test_a_training_resumed_on_other_instances_has_the_bits_of_one_that_never_st
     for (found, told), done in in_scopes(2, resumed):
         assert found == done == bits
         assert told == {name: values[1:] for name, values in history.items()}
-
-
-class Reordered(Batches):
-    def __init__(self):
-        super().__init__()
-        self.order = np.arange(self.count)
-
-    def __getitem__(self, number):
-        return super().__getitem__(self.order[number])
-
-    def on_epoch_end(self):
-        np.random.shuffle(self.order)
 
 
 def shuffled_loader():

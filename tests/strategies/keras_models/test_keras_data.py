@@ -5,7 +5,7 @@ import itertools
 import keras
 import numpy as np
 import pytest
-from small_models import ROWS, TARGETS, WEIGHTS, Batches, X, bits_of, regression
+from small_models import ROWS, TARGETS, WEIGHTS, Batches, Reordered, X, bits_of, regression
 from tiers import first_of, only
 
 from strategies.data.layout import Layout
@@ -156,32 +156,15 @@ class NoisyByLayer(Batches):
         return np.asarray(self.layer(rows, training=True) + keras.random.normal(rows.shape)), targets
 
 
-class ReorderedByKeras(Batches):
+class ReorderedByKeras(Reordered):
     """A source that draws another order by a generator of Keras, which each instance seeds otherwise."""
 
     def __init__(self):
         super().__init__()
-        self.order, self.generator = np.arange(self.count), keras.random.SeedGenerator()
-
-    def __getitem__(self, number):
-        return super().__getitem__(self.order[number])
+        self.generator = keras.random.SeedGenerator()
 
     def on_epoch_end(self):
         self.order = np.asarray(keras.random.shuffle(self.order, seed=self.generator))
-
-
-class Reordered(Batches):
-    """A source that draws another order at the end of an epoch."""
-
-    def __init__(self):
-        super().__init__()
-        self.order = np.arange(self.count)
-
-    def __getitem__(self, number):
-        return super().__getitem__(self.order[number])
-
-    def on_epoch_end(self):
-        np.random.shuffle(self.order)
 
 
 @pytest.mark.parametrize("steps", [None, 2])
