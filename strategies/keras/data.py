@@ -536,8 +536,8 @@ def _of_batches(given: DataArguments, seed: int) -> tuple[NumberedBatches | Stre
         hooks = (x.on_epoch_begin, x.on_epoch_end)
     elif grain is not None and isinstance(x, grain.MapDataset):  # its length is sys.maxsize if it is endless
         numbered = NumberedBatches(lambda number: _standard(x[number]), None if len(x) == sys.maxsize else len(x))
-    cardinality: Callable[[], Number] = getattr(x, "cardinality", lambda: 0)  # -1: a tf.data.Dataset without end
-    if given.steps is None and (int(cardinality()) == -1 if numbered is None else numbered.count is None):
+    size: Callable[[], Number] | None = getattr(x, "cardinality", None)  # that of a tf.data.Dataset without end is -1
+    if given.steps is None and (numbered.count is None if numbered else callable(size) and int(size()) == -1):
         raise ValueError(
             f"the {type(x).__name__} is an infinite dataset, and the end of an epoch is not given; give "
             "steps_per_epoch to fit, validation_steps for its validation data, or steps to evaluate and predict"

@@ -59,6 +59,18 @@ def endless_tensorflow():
     return tensorflow.data.Dataset.from_tensor_slices((X, TARGETS)).batch(4).repeat()
 
 
+def test_only_a_function_cardinality_tells_of_an_end(alone):
+    """Other classes than `tf.data.Dataset` may have a number of this name."""
+    torch = pytest.importorskip("torch")
+
+    class Loader(torch.utils.data.DataLoader):
+        cardinality = -1
+
+    rows = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(TARGETS))
+    history = alone(lambda strategy: regression().fit(Loader(rows, batch_size=4), verbose=0).history)
+    assert len(history["loss"]) == 1
+
+
 @pytest.mark.parametrize("make", [Endless, endless_grain, endless_tensorflow])
 def test_endless_data_need_a_number_of_steps(alone, make):
     def program(strategy):
