@@ -32,7 +32,7 @@ from poprun.hosts.host_facts import HostFacts, HostFault, question_about
 from poprun.hosts.hosts import parse_hosts
 from poprun.hosts.inspection import LET_PASS, addresses_in, find_network, with_this_machine
 from poprun.hosts.interfaces import HostNetwork
-from poprun.hosts.links import Blocked, HostMeasurements, MeasuredLink, all_reduce_bound_s, find_blocked, measure
+from poprun.hosts.links import Blocked, HelperError, KnownAddresses, find_blocked, look_up_names
 from poprun.hosts.ssh import by_hand, ssh_words, user_arguments
 from poprun.hosts.survey import limit_from, survey
 from poprun.hosts.this_machine import is_this_machine
@@ -40,8 +40,6 @@ from poprun.launch.program import find_mpirun
 
 USAGE = "usage: poprun doctor [--host HOST[,HOST...]] [--host-subnet INTERFACE|MASK] [--json]"
 
-_BOUND_BYTES = 16 << 20
-_LARGEST_OFFSET_S = 0.5
 _COLUMNS = ("", "check", "host", "result", "way out")
 
 
@@ -67,12 +65,10 @@ class DoctorReport:
     Attributes:
         findings: The rows of the table.
         network: The network that connects the hosts. None with a single host, or if they share no network.
-        links: The measured links of the ring through all hosts.
     """
 
     findings: tuple[Finding, ...]
     network: HostNetwork | None = None
-    links: tuple[MeasuredLink, ...] = ()
 
     @property
     def is_well(self) -> bool:
@@ -129,7 +125,7 @@ def read_words(words: Sequence[str]) -> DoctorRequest:
 
 
 def examine(asked: DoctorRequest, environ: Mapping[str, str]) -> DoctorReport:
-    """Examine the hosts, their network and their clocks.
+    """Examine the hosts and their network.
 
     Args:
         asked: The hosts and the network.
@@ -155,41 +151,34 @@ def examine(asked: DoctorRequest, environ: Mapping[str, str]) -> DoctorReport:
     network, reason = _find_network(good, here, asked)
     wanted = HostNeeds(here, sys.executable, dict.fromkeys(hosts, 0), network)
     findings += [*reason, *findings_of({host: facts[host] for host in hosts}, wanted)]
-    names = [each.name for each in good.values()]
-    measured, links = measure(_addresses(good, network), names, sys.executable, ssh, limit_from(environ))
-    findings += [
-        *check_load(good),
-        *check_sums(good, environ),
-        *check_kernel(here.host),
-        *check_measurements(measured, good, ssh),
-        *check_mtu(good, network),
-    ]
-    findings += check_links(links)
-    everyone = {host: each for host, each in facts.items() if isinstance(each, HostFacts)}
-    reached = _addresses(everyone, network) if network is not None else {}
-    findings += check_connections(len(reached), find_blocked(reached, sys.executable, ssh, limit_from(environ)))
-    return DoctorReport(_in_order(findings), network, tuple(links))
+    findings += [*check_load(good), *check_sums(good, environ), *check_kernel(here.host), *check_mtu(good, network)]
+    python, limit_s = sys.executable, limit_from(environ)
+    if len(good) > 1:
+        names = [each.name for each in good.values()]
+        findings += check_names(look_up_names(list(good), names, python, ssh, limit_s), good, ssh)
+    if network is not None:
+        everyone = {host: each for host, each in facts.items() if isinstance(each, HostFacts)}
+        reached = addresses_in(network, everyone)
+        findings += check_connections(len(reached), find_blocked(reached, python, ssh, limit_s))
+    return DoctorReport(_in_order(findings), network)
 
 
-def check_measurements(
-    measured: Sequence[HostMeasurements], facts: Mapping[str, HostFacts], ssh: Sequence[str] = ("ssh",)
+def check_names(
+    known: Mapping[str, KnownAddresses | HelperError], facts: Mapping[str, HostFacts], ssh: Sequence[str] = ("ssh",)
 ) -> Iterator[Finding]:
-    """Judge cross-memory attach, clocks and name services from the measurements of the hosts."""
-    for each in measured:
-        if each.fault:
-            yield Finding("measuring", each.host, each.fault, f"try `{by_hand(ssh, each.host, 'true')}`", is_fault=True)
+    """Report whether each host knows the addresses of all hosts' names."""
+    for host, found in known.items():
+        if isinstance(found, HelperError):
+            yield Finding("name service", host, str(found), f"try `{by_hand(ssh, host, 'true')}`", is_fault=True)
             continue
-        if each.attach_fault:
-            way_out = (
-                "for faster exchange, set `sysctl kernel.yama.ptrace_scope=0`, and in a container --cap-add SYS_PTRACE"
+        others = [each.name for each in facts.values() if not {*found.get(each.name, ())} & _own_addresses(each)]
+        if others:
+            fact = f"has no address, or a different one, for {', '.join(others)}"
+            yield Finding(
+                "name service", host, fact, "give each name the same addresses on all hosts (/etc/hosts, DNS)"
             )
-            fact = f"processes may not read each other's memory: {each.attach_fault}"
-            yield Finding("memory attach", each.host, fact, way_out)
         else:
-            yield Finding("memory attach", each.host, "allowed")
-        if len(facts) > 1:
-            yield _judge_clock(each)
-            yield _judge_names(each, facts)
+            yield Finding("name service", host, "knows all hosts")
 
 
 def check_mtu(facts: Mapping[str, HostFacts], network: HostNetwork | None) -> Iterator[Finding]:
@@ -252,20 +241,6 @@ def check_kernel(host: str) -> Iterator[Finding]:
         yield Finding("kernel", host, fact, "install a C compiler and the headers of Python, then the project again")
 
 
-def check_links(links: Sequence[MeasuredLink]) -> Iterator[Finding]:
-    """Report the measured links, and a lower bound for the time of an all-reduce."""
-    for link in links:
-        name = f"{link.source} -> {link.target}"
-        if link.fault:
-            yield Finding("link", name, link.fault, LET_PASS, is_fault=True)
-        else:
-            trip, rate = link.round_trip_s * 1e3, link.bytes_per_s * 8e-6
-            yield Finding("link", name, f"round trip {trip:.2f} ms, {rate:.1f} Mbit/s")
-    if links and not any(link.fault for link in links):
-        bound = f"at least {all_reduce_bound_s(links, _BOUND_BYTES) * 1e3:.0f} ms for 16 MiB (2 (h - 1) / h S/B)"
-        yield Finding("all-reduce", "all", bound)
-
-
 def check_connections(hosts: int, blocked: Sequence[Blocked]) -> Iterator[Finding]:
     """Report whether every host, this machine included, can connect to every other host."""
     for each in blocked:
@@ -321,31 +296,6 @@ def _find_network(
         raise
     except PopRunError as error:
         return None, (Finding("network", here.host, *_split(str(error)), is_fault=True),)
-
-
-def _addresses(facts: Mapping[str, HostFacts], network: HostNetwork | None) -> dict[str, str]:
-    """Return each host's address in the network; empty addresses without a network, so that no link is measured."""
-    if network is None:
-        return dict.fromkeys(facts, "")
-    return addresses_in(network, facts)
-
-
-def _judge_clock(each: HostMeasurements) -> Finding:
-    offset_s, doubt_s = each.clock.offset_s, each.clock.uncertainty_s
-    if is_this_machine(each.host):
-        return Finding("clock", each.host, "the clocks of the other hosts are compared with this one")
-    fact = f"{offset_s * 1e3:+.1f} ms, +-{doubt_s * 1e3:.1f}"
-    is_far = abs(offset_s) - doubt_s > _LARGEST_OFFSET_S
-    return Finding("clock", each.host, fact, "let the hosts follow a time server (chrony, ntpd)" if is_far else "")
-
-
-def _judge_names(each: HostMeasurements, facts: Mapping[str, HostFacts]) -> Finding:
-    known = each.addresses or {}
-    unknown = [other.name for other in facts.values() if not set(known.get(other.name, ())) & _own_addresses(other)]
-    if not unknown:
-        return Finding("name service", each.host, "knows all hosts")
-    fact = f"has no address, or a different one, for {', '.join(unknown)}"
-    return Finding("name service", each.host, fact, "give each name the same addresses on all hosts (/etc/hosts, DNS)")
 
 
 def _own_addresses(facts: HostFacts) -> set[str]:

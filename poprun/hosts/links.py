@@ -1,4 +1,4 @@
-"""Measurements of the links between hosts, made by a helper process on each host."""
+"""Trials of the links between hosts, made by a helper process on each host."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from poprun.hosts.this_machine import is_this_machine
 LinkAnswer = dict[str, Any]
 """A JSON object that `link_script.py` prints; its keys depend on the command."""
 
-CONNECT_LIMIT_S = 2.0
-DURATION_S = 0.3
-"""The duration of the bandwidth measurement of one link."""
+KnownAddresses = dict[str, list[str]]
+"""The addresses that a host knows for each name."""
 
+CONNECT_LIMIT_S = 2.0
 _ANSWER_LIMIT_S = 5.0
 _LIFE_LIMIT_S = 120
 _GOODBYE_S = 1.0
@@ -44,12 +44,10 @@ class LinkHelper:
         host: The host, as the user wrote it; this machine needs no ssh.
         python: Path of the interpreter on the host.
         ssh: The words of ssh before the host.
-        limit_s: Time limit of an answer, if a command has no other one.
     """
 
-    def __init__(self, host: str, python: str, ssh: Sequence[str], limit_s: float = _ANSWER_LIMIT_S) -> None:
+    def __init__(self, host: str, python: str, ssh: Sequence[str]) -> None:
         self.host = host
-        self._limit_s = limit_s
         program = f"{_SCRIPT.read_text()}\n\nserve({_LIFE_LIMIT_S})\n".encode()
         command = program_words(python, program)
         self._process = subprocess.Popen(
@@ -81,14 +79,13 @@ class LinkHelper:
         self._process.stdout.close()
         self._process.stderr.close()
 
-    def ask(self, do: str, limit_s: float | None = None, **arguments: object) -> LinkAnswer:
+    def ask(self, do: str, limit_s: float, **arguments: object) -> LinkAnswer:
         """Run a command of `link_script.py` on the host, and return the answer.
 
         Raises:
             HelperError: The helper gave no answer within the limit, or ended.
         """
         self._tell(json.dumps({"do": do, **arguments}).encode() + b"\n")
-        limit_s = self._limit_s if limit_s is None else limit_s
         deadline_s = time.monotonic() + limit_s
         while True:
             line = self._read_line(deadline_s, limit_s).decode(errors="replace")
@@ -124,75 +121,30 @@ class LinkHelper:
         return complaint or f"ended with exit status {self._process.returncode}"
 
 
-@dataclass(frozen=True)
-class MeasuredLink:
-    """The measurements of the link from one host to another.
-
-    Attributes:
-        source: The host that sends.
-        target: The host that receives.
-        round_trip_s: Median time for 8 bytes there and back.
-        bytes_per_s: Bandwidth of one TCP stream.
-        fault: The reason why the measurement failed; empty on success.
-    """
-
-    source: str
-    target: str
-    round_trip_s: float = 0.0
-    bytes_per_s: float = 0.0
-    fault: str = ""
-
-
-@dataclass(frozen=True)
-class ClockOffset:
-    """The lead of a host's clock over ours, and its uncertainty."""
-
-    offset_s: float
-    uncertainty_s: float
-
-
-@dataclass(frozen=True)
-class HostMeasurements:
-    """The measurements of one helper.
-
-    Attributes:
-        host: The host, as the user wrote it.
-        fault: The reason why the helper measured nothing; empty on success.
-        clock: The host's clock, compared with this machine's.
-        attach_fault: The reason why a process may not read another one's memory; empty if it may.
-        addresses: The addresses that this host knows for each name.
-    """
-
-    host: str
-    fault: str = ""
-    clock: ClockOffset = ClockOffset(0.0, 0.0)
-    attach_fault: str = ""
-    addresses: Mapping[str, Sequence[str]] | None = None
-
-
-def measure(
-    addresses: Mapping[str, str],
-    names: Sequence[str],
-    python: str,
-    ssh: Sequence[str],
-    limit_s: float = _ANSWER_LIMIT_S,
-) -> tuple[list[HostMeasurements], list[MeasuredLink]]:
-    """Measure each host, then the links of the ring through all hosts in this order.
+def look_up_names(
+    hosts: Sequence[str], names: Sequence[str], python: str, ssh: Sequence[str], limit_s: float
+) -> dict[str, KnownAddresses | HelperError]:
+    """Return the addresses that each host knows for each name, or the reason why it has not answered.
 
     Args:
-        addresses: Each host's address in the chosen network.
+        hosts: Hosts, as the user wrote them.
         names: Names to look up on every host.
         python: Path of the interpreter, the same on every host.
         ssh: The words of ssh before the host.
-        limit_s: Seconds after which a host that does not answer is a fault; at least 5.
+        limit_s: Seconds after which a host that does not answer is given up; at least 5.
     """
+
+    def ask(helper: LinkHelper) -> KnownAddresses | HelperError:
+        try:
+            known: KnownAddresses = helper.ask("look_up", max(limit_s, _ANSWER_LIMIT_S), names=list(names))["addresses"]
+        except HelperError as error:
+            return error
+        return known
+
     with ExitStack() as stack:
-        limit_s = max(limit_s, _ANSWER_LIMIT_S)
-        helpers = [stack.enter_context(LinkHelper(host, python, ssh, limit_s)) for host in addresses]
+        helpers = [stack.enter_context(LinkHelper(host, python, ssh)) for host in hosts]
         with ThreadPoolExecutor(max(1, len(helpers))) as pool:
-            found = list(pool.map(lambda helper: _look_around(helper, names), helpers))
-        working = [helper for helper, each in zip(helpers, found, strict=True) if not each.fault]
-        return found, _measure_ring(working, addresses)
+            return dict(zip(hosts, pool.map(ask, helpers), strict=True))
 
 
 @dataclass(frozen=True)
@@ -253,74 +205,7 @@ def _reach(helper: LinkHelper, ports: Mapping[str, int], addresses: Mapping[str,
     return {}
 
 
-def ring_of(hosts: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the links to measure, one from each host to the next; none for a single host."""
-    return list(zip(hosts, [*hosts[1:], *hosts[:1]], strict=True)) if len(hosts) > 1 else []
-
-
-def all_reduce_bound_s(links: Sequence[MeasuredLink], size_bytes: int) -> float:
-    """Return a lower bound for an all-reduce: every host sends 2 (h - 1) / h of the data (docs: collectives.md)."""
-    hosts = len(links)
-    return 2 * (hosts - 1) / hosts * size_bytes / min(link.bytes_per_s for link in links)
-
-
-def _look_around(helper: LinkHelper, names: Sequence[str]) -> HostMeasurements:
-    try:
-        attach_fault = str(helper.ask("attach").get("fault", ""))
-        known = helper.ask("look_up", names=list(names))["addresses"]
-        return HostMeasurements(helper.host, "", _compare_clocks(helper), attach_fault, known)
-    except HelperError as error:
-        return HostMeasurements(helper.host, str(error))
-
-
-def _compare_clocks(helper: LinkHelper) -> ClockOffset:
-    """Return the offset as NTP estimates it, from the quickest of eight round trips."""
-    clocks = []
-    for _ in range(8):
-        asked_s = time.time()
-        there_s = float(helper.ask("clock")["clock_s"])
-        answered_s = time.time()
-        clocks.append(ClockOffset(there_s - (asked_s + answered_s) / 2, (answered_s - asked_s) / 2))
-    return min(clocks, key=lambda clock: clock.uncertainty_s)
-
-
-def rounds_of(links: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
-    """Divide the links of a ring into two or three rounds; in a round, a host sends or receives, but never both."""
-    paired = len(links) // 2 * 2
-    return [list(each) for each in (links[:paired:2], links[1:paired:2], links[paired:]) if each]
-
-
-def _measure_ring(helpers: Sequence[LinkHelper], addresses: Mapping[str, str]) -> list[MeasuredLink]:
-    by_host = {helper.host: helper for helper in helpers}
-    ports = {helper.host: _listen(helper, addresses[helper.host]) for helper in helpers}
-
-    def measure_one(link: tuple[str, str]) -> MeasuredLink:
-        source, target = link
-        return _measure_link(by_host[source], target, addresses[target], ports[target])
-
-    ring = ring_of(list(by_host))
-    found: dict[tuple[str, str], MeasuredLink] = {}
-    with ThreadPoolExecutor(max(1, len(helpers))) as pool:
-        for links in rounds_of(ring):
-            found |= zip(links, pool.map(measure_one, links), strict=True)
-    return [found[link] for link in ring]
-
-
-def _listen(helper: LinkHelper, address: str, limit_s: float | None = None) -> int:
+def _listen(helper: LinkHelper, address: str, limit_s: float) -> int:
     with suppress(HelperError):
         return int(helper.ask("listen", limit_s, address=address).get("port", 0))
     return 0
-
-
-def _measure_link(helper: LinkHelper, target: str, address: str, port: int) -> MeasuredLink:
-    if not port:
-        return MeasuredLink(helper.host, target, fault=f"{target} cannot listen at {address}")
-    try:
-        answer = helper.ask("measure", address=address, port=port, duration_s=DURATION_S, connect_s=CONNECT_LIMIT_S)
-    except HelperError as error:
-        return MeasuredLink(helper.host, target, fault=str(error))
-    if "fault" in answer:
-        return MeasuredLink(helper.host, target, fault=f"no connection to {address}: {answer['fault']}")
-    if not answer["bytes_per_s"]:
-        return MeasuredLink(helper.host, target, fault=f"nothing arrives at {address} within {DURATION_S:g} s")
-    return MeasuredLink(helper.host, target, float(answer["round_trip_s"]), float(answer["bytes_per_s"]))

@@ -24,19 +24,11 @@ def test_hosts_in_good_order_have_no_faults(hosts):
     status, report = examine(hosts, "--host", ",".join(hosts.names))
     assert (status, report["ok"]) == (0, True), report
     assert report["network"]["cidr"] == "10.77.0.0/24"
-    assert [(each["source"], each["target"]) for each in report["links"]] == [
-        ("h0", "h1"),
-        ("h1", "h2"),
-        ("h2", "h3"),
-        ("h3", "h0"),
-    ]
     assert set(rows(report, "name service").values()) == {"knows all hosts"}
-    assert "at least" in rows(report, "all-reduce")["all"]
     assert rows(report, "connections") == {"all": "each of 4 hosts reaches every other one by TCP"}
 
 
 def test_hosts_that_cannot_connect_to_each_other_are_a_fault(hosts):
-    """The check covers all pairs, not only neighbours in the ring."""
     hosts.on("h1", "ip", "route", "add", "blackhole", "10.77.0.13/32")
     try:
         status, report = examine(hosts, "--host", ",".join(hosts.names))
@@ -48,17 +40,6 @@ def test_hosts_that_cannot_connect_to_each_other_are_a_fault(hosts):
         "h1": "cannot be reached from h3 at 10.77.0.11",
         "h3": "cannot be reached from h1 at 10.77.0.13",
     }
-
-
-def test_a_slow_link_is_found(hosts):
-    """h1 sends and receives 100 Mbit/s with 20 ms of delay; the other links are not limited."""
-    hosts.link("h1", "rate=100mbit", "delay=20ms")
-    status, report = examine(hosts, "--host", "h0,h1,h2,h3")
-    assert status == 0
-    rate = {each["source"]: each["bytes_per_s"] * 8e-6 for each in report["links"]}
-    trip_s = {each["source"]: each["round_trip_s"] for each in report["links"]}
-    assert max(rate["h0"], rate["h1"]) < 110  # no connection is faster than its link
-    assert min(trip_s["h0"], trip_s["h1"]) >= 0.02
 
 
 def test_host_names_that_a_host_does_not_know_are_reported(hosts):
@@ -78,7 +59,7 @@ def test_an_unreachable_host_is_a_fault_and_the_others_are_examined(hosts):
     assert (status, report["ok"]) == (1, False)
     faults = [each for each in report["findings"] if each["is_fault"]]
     assert [(each["check"], each["host"]) for each in faults] == [("ssh", "h2")]
-    assert [(each["source"], each["target"]) for each in report["links"]] == [("h0", "h1"), ("h1", "h0")]
+    assert rows(report, "name service") == dict.fromkeys(["h0", "h1"], "knows all hosts")
 
 
 def test_the_doctor_leaves_no_process_on_the_hosts(hosts):

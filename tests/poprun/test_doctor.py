@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import struct
 import sys
 from dataclasses import replace
 
@@ -17,31 +15,18 @@ from popdist.xla import WITHOUT_SUMS
 from poprun.doctor import (
     DoctorReport,
     DoctorRequest,
-    check_links,
     check_load,
-    check_measurements,
     check_mtu,
+    check_names,
     check_sums,
     draw_table,
     main,
     read_words,
 )
 from poprun.errors import UsageError
-from poprun.hosts import link_script
 from poprun.hosts.host_checks import Finding
 from poprun.hosts.host_facts import Interface
-from poprun.hosts.links import (
-    ClockOffset,
-    HelperError,
-    HostMeasurements,
-    LinkHelper,
-    MeasuredLink,
-    all_reduce_bound_s,
-    find_blocked,
-    measure,
-    ring_of,
-    rounds_of,
-)
+from poprun.hosts.links import HelperError, LinkHelper, find_blocked, look_up_names
 
 LOCAL = ("sh", "-c", 'eval "$3"', "ssh")
 FACTS = {"h0": host(0), "h1": host(1)}
@@ -79,35 +64,24 @@ def test_hosts_are_written_as_for_a_launch():
         read_words(["--host", "a", "--host", "a"])
 
 
-def test_hosts_in_good_order_get_no_advice():
-    measured = [HostMeasurements(name, addresses=KNOWN) for name in FACTS]
-    assert [each for each in check_measurements(measured, FACTS) if each.way_out] == []
+def test_hosts_that_know_all_names_get_no_advice():
+    assert [(each.host, each.fact, each.way_out) for each in check_names({"h0": KNOWN, "h1": KNOWN}, FACTS)] == [
+        ("h0", "knows all hosts", ""),
+        ("h1", "knows all hosts", ""),
+    ]
 
 
-@pytest.mark.parametrize(
-    ("found", "check", "fact"),
-    [
-        ({"attach_fault": "Operation not permitted"}, "memory attach", "may not read each other's memory: Operation"),
-        ({"clock": ClockOffset(-3.0, 0.01)}, "clock", "-3000.0 ms, +-10.0"),
-        ({"addresses": {"h0": [], "h1": ["10.77.0.11"]}}, "name service", "has no address, or a different one, for h0"),
-        ({"addresses": KNOWN | {"h0": ["192.0.2.1"]}}, "name service", "has no address, or a different one, for h0"),
-    ],
-)
-def test_a_working_but_bad_configuration_gets_advice(found, check, fact):
-    measured = [replace(HostMeasurements("h1", addresses=KNOWN), **found)]
-    (advice,) = [each for each in check_measurements(measured, FACTS) if each.way_out]
-    assert (advice.check, advice.host, advice.is_fault) == (check, "h1", False)
-    assert fact in advice.fact
+@pytest.mark.parametrize("known", [{"h0": KNOWN["h0"]}, {**KNOWN, "h1": ["10.0.0.1"]}])
+def test_a_name_without_its_address_gets_advice(known):
+    (finding,) = check_names({"h1": known}, FACTS)
+    assert (finding.fact, finding.is_fault) == ("has no address, or a different one, for h1", False)
+    assert "/etc/hosts" in finding.way_out
 
 
-def test_an_imprecise_clock_measurement_gets_no_advice():
-    measured = [HostMeasurements("h1", clock=ClockOffset(3.0, 2.9), addresses=KNOWN)]
-    assert [each for each in check_measurements(measured, FACTS) if each.way_out] == []
-
-
-def test_a_host_without_measurements_is_a_fault():
-    (finding,) = check_measurements([HostMeasurements("h1", "gave no answer within 5 s")], FACTS)
+def test_a_host_that_does_not_answer_is_a_fault():
+    (finding,) = check_names({"h1": HelperError("gave no answer within 5 s")}, FACTS)
     assert finding.is_fault
+    assert (finding.fact, finding.way_out) == ("gave no answer within 5 s", "try `ssh h1 true`")
 
 
 def test_a_host_with_a_different_packet_size_is_named():
@@ -122,40 +96,6 @@ def test_a_busy_host_gets_advice():
     assert (calm.fact, calm.way_out) == ("load 0.5", "")
     assert (busy.fact, busy.is_fault) == ("load 9.0", False)
     assert busy.way_out.startswith("others compute there")
-
-
-def test_the_slowest_link_bounds_an_all_reduce():
-    links = [MeasuredLink("h0", "h1", 1e-3, 50e6), MeasuredLink("h1", "h0", 2e-3, 25e6)]
-    assert all_reduce_bound_s(links, 25_000_000) == 1.0
-    lines = [each.fact for each in check_links(links)]
-    assert lines == [
-        "round trip 1.00 ms, 400.0 Mbit/s",
-        "round trip 2.00 ms, 200.0 Mbit/s",
-        "at least 671 ms for 16 MiB (2 (h - 1) / h S/B)",
-    ]
-
-
-def test_a_link_without_traffic_is_a_fault_and_has_no_bound():
-    (finding,) = check_links([MeasuredLink("h0", "h1", fault="no connection to 10.77.0.11: timed out")])
-    assert finding.is_fault
-    assert "let all TCP ports pass" in finding.way_out
-
-
-def test_the_ring_has_a_link_from_each_host_to_the_next():
-    assert ring_of(["a"]) == []
-    assert ring_of(["a", "b"]) == [("a", "b"), ("b", "a")]
-    assert ring_of(["a", "b", "c"]) == [("a", "b"), ("b", "c"), ("c", "a")]
-
-
-@pytest.mark.parametrize("count", range(8))
-def test_each_host_has_at_most_one_link_in_a_round(count):
-    ring = ring_of([str(index) for index in range(count)])
-    rounds = rounds_of(ring)
-    assert len(rounds) <= 3
-    assert sorted(link for links in rounds for link in links) == sorted(ring)
-    for links in rounds:
-        ends = [host for link in links for host in link]
-        assert len(ends) == len(set(ends))
 
 
 def test_hosts_with_the_same_result_share_a_row():
@@ -179,11 +119,11 @@ def test_a_narrow_table_puts_the_way_out_below_the_result(columns):
         "jaxlib 0.10.2 computes wrong sums on CPUs, and SUMS is 1",
         "take that out of the environment of all hosts",
     )
-    findings = [Finding("sums", "h0,h1", fact, way_out), Finding("memory attach", "h0", "allowed")]
+    findings = [Finding("sums", "h0,h1", fact, way_out), Finding("name service", "h0", "knows all hosts")]
     lines = draw_table(findings, columns).splitlines()
     assert max(map(len, lines)) <= columns
-    assert lines[0] == "      check          host   result -> way out"
-    assert " ".join(line[28:].strip() for line in lines[1:-3]).startswith(f"{fact} -> {way_out}")
+    assert lines[0] == "      check         host   result -> way out"
+    assert " ".join(line[27:].strip() for line in lines[1:-3]).startswith(f"{fact} -> {way_out}")
     assert lines[-1] == "0 faults"
     assert max(map(len, draw_table(findings).splitlines())) > columns
 
@@ -193,46 +133,29 @@ def test_advice_is_not_a_fault():
     assert not DoctorReport((Finding("ssh", "h0", "is down", "start it", is_fault=True),)).is_well
 
 
-def test_two_helpers_measure_the_link_between_them():
-    measured, links = measure({"a": "127.0.0.1", "b": "127.0.0.1"}, ["localhost"], sys.executable, LOCAL, 60.0)
-    assert [(each.host, each.fault) for each in measured] == [("a", ""), ("b", "")]
-    assert all("127.0.0.1" in (each.addresses or {})["localhost"] for each in measured)
-    assert all(abs(each.clock.offset_s) <= each.clock.uncertainty_s + 0.01 for each in measured)
-    assert [(link.source, link.target, link.fault) for link in links] == [("a", "b", ""), ("b", "a", "")]
-    assert all(link.round_trip_s > 0 and link.bytes_per_s > 0 for link in links)
-
-
-def test_a_receiver_that_pauses_for_the_whole_measurement_counts_what_has_come():
-    """A busy host is no fault of its link."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(struct.pack("!d", 1e-9) + bytes(100))
-        assert link_script._receive_for(ours)[0] == 100
-        theirs.sendall(struct.pack("!d", 1.0))
-        theirs.shutdown(socket.SHUT_WR)
-        assert link_script._receive_for(ours)[0] == 0
-
-
 def test_hosts_that_reach_each_other_are_not_blocked():
     assert find_blocked({"a": "127.0.0.1", "b": "127.0.0.2"}, sys.executable, LOCAL, 60.0) == []
     assert find_blocked({}, sys.executable, LOCAL, 60.0) == []
 
 
-def test_a_link_to_an_unused_address_is_a_fault():
-    _, links = measure({"a": "127.0.0.1", "b": "192.0.2.1"}, [], sys.executable, LOCAL, 60.0)
-    assert "b cannot listen at 192.0.2.1" in {link.fault for link in links}
+def test_helpers_look_names_up():
+    known = look_up_names(["a", "b"], ["localhost", "no-such-host.invalid"], sys.executable, LOCAL, 60.0)
+    assert list(known) == ["a", "b"]
+    for found in known.values():
+        assert "127.0.0.1" in found["localhost"]
+        assert found["no-such-host.invalid"] == []
 
 
 def test_a_helper_that_cannot_start_gives_the_reason():
     with LinkHelper("far", "/no/python", LOCAL) as helper, pytest.raises(HelperError, match="not found"):
-        helper.ask("clock", limit_s=60)
+        helper.ask("look_up", 60, names=[])
 
 
 def test_doctor_examines_this_machine_without_a_list_of_hosts(capfd):
     assert main(["--json"]) in (0, 1)
     report = json.loads(capfd.readouterr().out)
     assert {each["host"] for each in report["findings"]} == {this_host()}
-    assert {"versions", "cores", "/dev/shm", "memory attach"} <= {each["check"] for each in report["findings"]}
+    assert {"versions", "cores", "/dev/shm", "kernel"} <= {each["check"] for each in report["findings"]}
     assert report["ok"] is not any(each["is_fault"] for each in report["findings"])
     assert report["network"] is None
 
