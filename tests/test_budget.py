@@ -40,7 +40,7 @@ BUDGET: dict[str, int] = {
     "poprun/monitor": 1305,
     "poprun/output": 306,
     "poprun/supervisor": 2402,
-    "poprun/trace": 2259,
+    "poprun/trace": 2092,
     "poprun/verify": 1545,
     "strategies": 2129,
     "strategies/checkpoints": 909,

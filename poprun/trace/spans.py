@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -57,14 +57,12 @@ class Spans:
         waits: The events of kind `WAITS_FOR`.
         moved: The events of kind `DATA_MOVES`.
         measured: The times (int64) and values (float64) of each measured quantity, by name.
-        steps_of: The step in which each of these values was measured, by name.
     """
 
     spans: np.ndarray
     waits: np.ndarray
     moved: np.ndarray
     measured: Mapping[str, tuple[np.ndarray, np.ndarray]]
-    steps_of: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def of(self, *sorts: Sort) -> np.ndarray:
         """Return the spans of these sorts."""
@@ -90,15 +88,14 @@ def spans_of(recording: InstanceRecording) -> Spans:
     is_data = (spans["sort"] == Sort.PHASE) & (spans["name"] == numbers.get(DATA, -1))
     spans["step"][is_data] += 1  # data are read for the next step
     spans = spans[~(is_data & spans["failed"])]  # reading failed because no batch was left
-    measured, steps_of = {}, {}
+    measured = {}
     is_measure = events["kind"] == EventKind.MEASURED
     for number in np.unique(events["name"][is_measure]).tolist():
         chosen = is_measure & (events["name"] == number)
         own, name = events[chosen], str(recording.names[number]["name"])
         measured[name] = (own["when_ns"], np.ascontiguousarray(own["value"]).view(np.float64))
-        steps_of[name] = steps[chosen]
     waits, moved = _of_kind(events, EventKind.WAITS_FOR), _of_kind(events, EventKind.DATA_MOVES)
-    return Spans(spans, waits, moved, measured, steps_of)
+    return Spans(spans, waits, moved, measured)
 
 
 def _of_kind(events: np.ndarray, kind: EventKind) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,10 +38,6 @@ _SAID = {number: {"name": name} for name, number in _NUMBERS.items()}
 _SAID[_NUMBERS["all_reduce 'gradients'"]] |= {"call": "all_reduce 'gradients' (sum)", "operation": "all_reduce"}
 
 
-def _usual_loss(step: int) -> float:
-    return 1 / (1 + step)
-
-
 @dataclass(frozen=True)
 class Made:
     """A simulated job.
@@ -61,7 +57,6 @@ class Made:
         between_ms: The time of the program's own code between steps, in its line 12, by instances that have any.
         pauses_ms: The time of that code before some steps: (instance, step): ms.
         delays_ms: Additional time to compute in some steps: (instance, step): ms.
-        told: Numbers of the training in each step, by name; "loss" replaces 1 / (1 + step).
         jitter: The relative variation of all times.
         seed: The seed of that variation.
     """
@@ -79,7 +74,6 @@ class Made:
     between_ms: dict[int, float] = field(default_factory=dict)
     pauses_ms: dict[tuple[int, int], float] = field(default_factory=dict)
     delays_ms: dict[tuple[int, int], float] = field(default_factory=dict)
-    told: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
     all_input_ms: float = 0.2
     jitter: float = 0.05
     seed: int = 0
@@ -95,11 +89,8 @@ class Made:
             for instance, page in enumerate(pages):
                 self._exchange(instance, page, came)
                 page.phase("update", MS * random.uniform(0.9, 1.1))
-                for name, number in self.told.items():
-                    if name != "loss":
-                        page.measured(name, number(step))
                 page.note(EventKind.STEP_ENDS, value=64)
-                page.measured("loss", self.told.get("loss", _usual_loss)(step))
+                page.measured("loss", 1 / (1 + step))
                 page.measured("memory", 1e8 + 1e5 * step)
                 page.waited += self.core_wait_ms.get(instance, 0.1) / 1e3
                 page.measured("wait for cores", page.waited)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
 
-from popdist.records.distribution_settings import GRADIENT_NORM, LEARNING_RATE
 from popdist.timeline.gauges import MEMORY
 from poprun.cli.wording import count
 from poprun.trace.merging import RecordedJob
@@ -24,15 +22,12 @@ from poprun.trace.report.text import (
     period_rows,
     share_rows,
     time_text,
-    training_rows,
 )
-from poprun.trace.report.training import Curve, layer_rows, layers_in, title_of, whole
 from poprun.trace.report.verdict import TimelineReport
 
 _WIDTH, _BAR, _CURVE_HEIGHT = 1000, 20, 140
 """The size of a picture in its own units; a page stretches its width."""
 _MOST_POINTS = 400
-_MOST_LAYERS = 6
 _STYLE = (
     ":root{color-scheme:light dark}"
     "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;background:#fff;"
@@ -71,10 +66,6 @@ def report_page(job: RecordedJob, verdict: TimelineReport) -> str:
         _section("Instances", _table(instance_rows(job, verdict))),
         _section("Critical paths", *_draw_paths(verdict)),
     ]
-    if rows := training_rows(verdict):
-        blocks.append(_section("Training", _draw_training(verdict), _table(rows)))
-    if rows := layer_rows(verdict.curves):
-        blocks.append(_section("Layers", _draw_layers(verdict), _table(rows)))
     if job.periods:
         blocks.append(_section("Replicas of each instance", _table(period_rows(job))))
     if said := changes(verdict):
@@ -124,39 +115,6 @@ def _draw_steps(verdict: TimelineReport) -> str:
     )
     drawn = draw_curves(whole | curves, "ms", "step", top / 1e6)
     return f"<p>The whole step, and each instance's own work and input.{escape(said)}</p>{drawn}"
-
-
-def _draw_training(verdict: TimelineReport) -> str:
-    """Draw the duration of each step, and below it what the training told, all over the same time."""
-    table, curves = verdict.table, whole(verdict.curves)
-    first = int(np.flatnonzero(table.is_settled)[0])
-    end_s = (table.end_ns.max(axis=0) - table.begin_ns.min()) / 1e9
-    lasted_ms = table.lasted_ns.max(axis=0) / 1e6
-    begin_s = float(end_s[first] - lasted_ms[first] / 1e3)
-    numbers = {title_of(name): _finite(curve, begin_s) for name, curve in curves.items()}
-    across = CurveAxis("s", begin_s, max(float(x.max(initial=end_s[-1])) for x, _ in numbers.values()))
-    of_steps = {"duration of a step": (end_s[first:], lasted_ms[first:])}
-    pictures = [draw_curves(of_steps, "ms", across, float(lasted_ms[table.is_settled].max()))]
-    rates = {title: curve for title, curve in numbers.items() if title.startswith(title_of(LEARNING_RATE))}
-    pictures += [draw_curves({title: curve}, "", across) for title, curve in numbers.items() if title not in rates]
-    pictures.append(draw_curves(rates, "", across))
-    said = f"All over the time since the first step began, from step {table.steps[first]} on."
-    return f"<p>{said}</p>{''.join(pictures)}"
-
-
-def _draw_layers(verdict: TimelineReport) -> str:
-    """Draw the gradient norms of the layers that have grown most, over the steps."""
-    chosen = {layer: verdict.curves[f"{GRADIENT_NORM}/{layer}"] for layer in layers_in(verdict.curves)[:_MOST_LAYERS]}
-    drawn = {layer: (curve.steps.astype(np.float64), curve.values) for layer, curve in chosen.items()}
-    finite = {layer: (x[np.isfinite(y)], y[np.isfinite(y)]) for layer, (x, y) in drawn.items()}
-    said = "The gradient norms of the layers with the largest growth over their median."
-    return f"<p>{said}</p>{draw_curves(finite, '', 'step')}"
-
-
-def _finite(curve: Curve, begin_s: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the times and the numbers of a curve from a time on, without numbers that are not finite."""
-    chosen = np.isfinite(curve.values) & (curve.time_s >= begin_s)
-    return curve.time_s[chosen], curve.values[chosen]
 
 
 def _draw_paths(verdict: TimelineReport) -> list[str]:
@@ -231,60 +189,33 @@ def draw_path(path: Sequence[tuple[str, str, float]]) -> str:
     return f"<figure>{_bar(parts, 'critical path')}</figure>"
 
 
-@dataclass(frozen=True)
-class CurveAxis:
-    """The horizontal axis of a picture.
-
-    Attributes:
-        name: The name or unit.
-        least: The least value.
-        most: The largest value.
-    """
-
-    name: str
-    least: float
-    most: float
-
-    def label(self, value: float) -> str:
-        """Return a value with its unit, `157.2 s`, or with the name of the axis before it, `step 239`."""
-        return f"{self.name} {value:.4g}" if self.name == "step" else f"{value:.4g} {self.name}"
-
-
 def draw_curves(
-    curves: Mapping[str, tuple[np.ndarray, np.ndarray]],
-    unit: str,
-    across: str | CurveAxis,
-    most: float | None = None,
+    curves: Mapping[str, tuple[np.ndarray, np.ndarray]], unit: str, across: str, most: float | None = None
 ) -> str:
     """Draw curves over a common axis. If points are too close to be told apart, only the highest of them is drawn.
 
-    The vertical axis begins at 0, or at the least y below it.
-
     Args:
-        curves: x and y of each curve, by name; both have one dimension.
+        curves: x and y of each curve, by name; both have one dimension, and y is not negative.
         unit: The unit of y.
-        across: The horizontal axis, or the name or unit of x, which then begins and ends with the curves.
+        across: "step", or the unit of x.
         most: The largest y in the picture; None for the largest of all.
     """
     known = {name: curve for name, curve in curves.items() if len(curve[0])}
     if not known:
         return ""
-    if isinstance(across, str):
-        across = CurveAxis(across, *(float(f([f(x) for x, _ in known.values()])) for f in (min, max)))
-    left, right = across.least, across.most
-    low = min(0.0, *(float(y.min()) for _, y in known.values()))
-    top = max(0.0, *(float(y.max()) for _, y in known.values())) if most is None else most
-    top = top if top > low else 1.0
+    left, right = (float(f([f(x) for x, _ in known.values()])) for f in (min, max))
+    top = (max(float(y.max()) for _, y in known.values()) if most is None else most) or 1.0
     drawn = []
     for number, (x, y) in enumerate(known.values()):
         x, y = _thinned(x, y)
         across_px = (x - left) / ((right - left) or 1) * _WIDTH
-        up_px = _CURVE_HEIGHT - (np.minimum(y, top) - low) / (top - low) * _CURVE_HEIGHT
+        up_px = _CURVE_HEIGHT * (1 - np.minimum(y, top) / top)
         drawn.append(_line(number % len(COLOURS), list(zip(across_px.tolist(), up_px.tolist(), strict=True))))
     keys = _keys([(f"key{number % len(COLOURS)}", name) for number, name in enumerate(known)])
-    scale = f"<span>{escape(f'{top:.3g} {unit}'.rstrip())}</span><span>{low:.3g}</span>"
-    ends = "".join(f"<span>{escape(across.label(each))}</span>" for each in (left, right))
-    picture = _picture(_CURVE_HEIGHT, drawn, f"{unit or next(iter(known))} over {across.name}")
+    scale = f"<span>{escape(f'{top:.3g} {unit}')}</span><span>0</span>"
+    labels = [f"step {x:.4g}" if across == "step" else f"{x:.4g} {across}" for x in (left, right)]
+    ends = "".join(f"<span>{escape(label)}</span>" for label in labels)
+    picture = _picture(_CURVE_HEIGHT, drawn, f"{unit} over {across}")
     plot = f'<div class="scale">{scale}</div>{picture}<div class="range">{ends}</div>'
     return f'<figure>{keys}<div class="plot">{plot}</div></figure>'
 

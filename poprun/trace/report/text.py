@@ -13,7 +13,6 @@ from poprun.cli.wording import USUAL_COLUMNS, count, draw_rows, list_ranges, wra
 from poprun.trace.merging import RecordedJob
 from poprun.trace.report.findings import Cause, Outlier, PathSegment
 from poprun.trace.report.step_table import CATEGORIES, WORDS, last_attempt
-from poprun.trace.report.training import failures, layer_rows, number_text, shown_steps, title_of, whole
 from poprun.trace.report.verdict import TimelineReport
 
 
@@ -27,10 +26,6 @@ def report_text(job: RecordedJob, verdict: TimelineReport, columns: int | None =
         "Instances\n" + draw_rows(instance_rows(job, verdict), columns),
         "Critical paths\n" + "\n".join(wrap(f"{title}: {path}", width, 2) for title, path in paths(verdict)),
     ]
-    if rows := training_rows(verdict):
-        blocks.append("Training\n" + draw_rows(rows, columns))
-    if rows := layer_rows(verdict.curves):
-        blocks.append("Layers\n" + draw_rows(rows, columns))
     if job.periods:
         blocks.append("Replicas of each instance\n" + draw_rows(period_rows(job), columns))
     if said := changes(verdict):
@@ -72,14 +67,13 @@ def headline(verdict: TimelineReport) -> str:
 
 def findings(verdict: TimelineReport) -> list[str]:
     """Return sentences about the causes of delays, the most important first; one sentence if there is none."""
-    found = [*failures(verdict.curves), *_of_culprit(verdict), *_of_link(verdict), *_of_traffic(verdict)]
+    found = [*_of_culprit(verdict), *_of_link(verdict), *_of_traffic(verdict)]
     if verdict.input_bound:
         found.append(
             f"The job is bound by its input: every instance waits {verdict.input_bound:.0%} of the time for data."
         )
     found += [_of_outlier(verdict, each) for each in verdict.outliers]
-    are_delays = len(found) > len(failures(verdict.curves))
-    return found if are_delays else [*found, "No instance, link or input holds the job up."]
+    return found or ["No instance, link or input holds the job up."]
 
 
 def _of_outlier(verdict: TimelineReport, outlier: Outlier) -> str:
@@ -170,20 +164,6 @@ def instance_rows(job: RecordedJob, verdict: TimelineReport) -> list[list[str]]:
                 ", ".join(f"{size / _MB:.0f}" for size in sizes) or "-",
             ]
         )
-    return rows
-
-
-def training_rows(verdict: TimelineReport) -> list[list[str]]:
-    """Return the rows of a table of the training beside the time of its steps; none if it has told nothing."""
-    curves, table = whole(verdict.curves), verdict.table
-    if not curves:
-        return []
-    rows = [["step", "after", "took", *map(title_of, curves)]]
-    lasted_s, end_s = table.lasted_ns.max(axis=0) / 1e9, (table.end_ns.max(axis=0) - table.begin_ns.min()) / 1e9
-    for step in shown_steps(verdict.curves):
-        column = int(np.searchsorted(table.steps, step))
-        times = [time_text(float(end_s[column])), time_text(float(lasted_s[column]))]
-        rows.append([str(step), *times, *(number_text(curve.at(step)) for curve in curves.values())])
     return rows
 
 

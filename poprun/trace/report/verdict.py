@@ -41,7 +41,6 @@ from poprun.trace.report.step_table import (
     overlap_of,
     table_of,
 )
-from poprun.trace.report.training import Curve, curves_of
 from poprun.trace.spans import COMPILE, MatchedCollectives, Sort, Spans
 
 _MUCH_INPUT = 0.1
@@ -69,7 +68,6 @@ class TimelineReport:
         slowest_path: The number and the critical path of the slowest settled step.
         changes: The three changes that would save most time.
         warnings: Warnings about missing or untrustworthy data.
-        curves: What the training has told in these steps: the loss, norms and learning rates, by name.
     """
 
     titles: Sequence[str]
@@ -89,7 +87,6 @@ class TimelineReport:
     slowest_path: tuple[int, Sequence[PathSegment]]
     changes: Sequence[Change]
     warnings: Sequence[str]
-    curves: Mapping[str, Curve]
 
 
 def judge(job: RecordedJob) -> TimelineReport:
@@ -148,7 +145,6 @@ def judge(job: RecordedJob) -> TimelineReport:
         slowest_path=path_of(table, meetings, int(by_length[-1])),
         changes=changes,
         warnings=job.warnings,
-        curves=curves_of(job, table),
     )
 
 
