@@ -27,7 +27,7 @@ BUDGET: dict[str, int] = {
     "collectives/simulation": 576,
     "popdist": 2273,
     "popdist/environments": 596,
-    "popdist/examples": 1403,
+    "popdist/examples": 1332,
     "popdist/launching": 527,
     "popdist/records": 970,
     "popdist/timeline": 1073,

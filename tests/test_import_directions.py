@@ -43,7 +43,6 @@ TRANSPORTS = {
     "collectives/network/worker.py": {"grpc"},
     "collectives/simulation/plotting.py": {"matplotlib"},
     "popdist/examples/keras_digits.py": {"keras"},
-    "popdist/examples/listings/estimator_horovod.py": {"keras"},
     "popdist/examples/listings/estimator_workers.py": {"keras"},
     "popdist/examples/listings/keras_pipelined.py": {"keras"},
     "popdist/examples/listings/keras_quick_start.py": {"keras"},

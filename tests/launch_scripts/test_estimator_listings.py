@@ -1,4 +1,4 @@
-"""The listings of estimators: the same bits in two terminals, in one process, and under mpirun with Horovod."""
+"""The listing of estimators: the same bits in two terminals, in one process, and under mpirun with Horovod."""
 
 import json
 import socket
@@ -12,8 +12,7 @@ from jobs import poprun_jobs
 
 LIMIT_S = 120
 STEPS = "30"
-WORKERS = (sys.executable, "-m", "popdist.examples.listings.estimator_workers", "--num-steps", STEPS)
-HOROVOD = (sys.executable, "-m", "popdist.examples.listings.estimator_horovod", "--num-steps", STEPS)
+LISTING = (sys.executable, "-m", "popdist.examples.listings.estimator_workers", "--num-steps", STEPS)
 
 pytestmark = [
     pytest.mark.complete,
@@ -36,7 +35,7 @@ def workers(count, *options):
     cluster = {"worker": free_addresses(count)}
     tasks = [{"cluster": cluster, "task": {"type": "worker", "index": index}} for index in range(count)]
     environs = [{"TF_CONFIG": json.dumps(task), "KERAS_BACKEND": "jax"} for task in tasks]
-    started = [poprun_jobs.start_command(*WORKERS, *options, environ=environ) for environ in environs]
+    started = [poprun_jobs.start_command(*LISTING, *options, environ=environ) for environ in environs]
     ended = [job.finish(LIMIT_S) for job in started]
     assert [one.status for one in ended] == [0] * count, [one.stderr for one in ended]
     return [one.stdout.splitlines()[-1] for one in ended]
@@ -57,6 +56,6 @@ def test_two_terminals_have_the_bits_of_one_process(alone, tmp_path):
 @needs_horovod
 @pytest.mark.cores(2)
 def test_horovod_adds_two_workers_to_the_same_bits(alone):
-    finished = poprun_jobs.start_mpirun(2, *HOROVOD, environ={"KERAS_BACKEND": "jax"}).finish(LIMIT_S)
+    finished = poprun_jobs.start_mpirun(2, *LISTING, environ={"KERAS_BACKEND": "jax"}).finish(LIMIT_S)
     assert finished.status == 0, finished.stderr
     assert [finished.lines_of(index)[-1] for index in (0, 1)] == [alone] * 2

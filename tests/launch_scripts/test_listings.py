@@ -112,6 +112,5 @@ def test_a_wider_accumulator_keeps_all_contributions(listing):
 
 def test_every_listing_is_run():
     """Other listings run in `test_keras_scripts.py`, `test_torch_documentation.py` and `test_estimator_listings.py`."""
-    elsewhere = {"keras_quick_start.py", "keras_pipelined.py", "poptorch_network.py"}
-    elsewhere |= {"estimator_horovod.py", "estimator_workers.py"}
+    elsewhere = {"keras_quick_start.py", "keras_pipelined.py", "poptorch_network.py", "estimator_workers.py"}
     assert {path.name for path in LISTINGS.glob("[a-z]*.py")} == VARIABLES.keys() | elsewhere

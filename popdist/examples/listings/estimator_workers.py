@@ -1,9 +1,13 @@
-"""The original's estimator on several workers, which a network connects: gradients are applied on the host.
+"""The original's estimator on several workers, which a network or Horovod connects: gradients are applied on the host.
 
 In each of two terminals, with index 0 and index 1:
 
 export TF_CONFIG='{"cluster":{"worker":["localhost:3737","localhost:3738"]},"task":{"type":"worker","index":0}}'
 python -m popdist.examples.listings.estimator_workers
+
+Without TF_CONFIG, as processes of mpirun:
+
+mpirun -np 2 python -m popdist.examples.listings.estimator_workers
 """
 
 import argparse
@@ -75,6 +79,16 @@ def model_fn(features, labels, mode):
     return estimator.IPUEstimatorSpec(mode, loss=loss, train_op=loss, host_call=host_call)
 
 
+def make_strategy():
+    """Make a strategy with one replica for each worker of the original; a process may drive several of them."""
+    if "TF_CONFIG" not in os.environ:
+        popdist.init(WORKERS)
+        return strategies.IPUHorovodStrategy(variables_on_host=True)  # initializes Horovod
+    cluster = popdist.TFConfigClusterResolver()  # reads TF_CONFIG
+    workers = len(cluster.cluster_spec().as_dict()["worker"])
+    return strategies.IPUMultiWorkerStrategy(cluster, variables_on_host=True, num_local_replicas=WORKERS // workers)
+
+
 def main():
     """Train and evaluate."""
     parser = argparse.ArgumentParser()
@@ -85,13 +99,9 @@ def main():
     logging.basicConfig()
     keras.utils.set_random_seed(1)
 
-    cluster = popdist.TFConfigClusterResolver()  # reads TF_CONFIG
-    workers = len(cluster.cluster_spec().as_dict()["worker"])
-    # One replica for each worker of the original: a process may drive several of them.
-    strategy = strategies.IPUMultiWorkerStrategy(cluster, variables_on_host=True, num_local_replicas=WORKERS // workers)
     config = estimator.RunConfig(
         ipu_run_config=estimator.IPURunConfig(),
-        train_distribute=strategy,
+        train_distribute=make_strategy(),
         save_checkpoints_steps=100,
     )
     classifier = estimator.IPUEstimator(model_fn, args.model_dir, config)
