@@ -20,7 +20,7 @@ from popdist.leaving import can_carry_on, disconnect, watch_exit
 from popdist.places import take_first_places
 from popdist.process import ConnectBackend, group, process
 from popdist.records.faults import ATTEMPT_VARIABLE
-from popdist.records.progress import Progress, ProgressPage, Role
+from popdist.records.progress import ProgressPage, Role
 from popdist.records.watched import show_stack_when_asked
 from popdist.spawned import join_once, leave_job, refuse_while_spawned
 
@@ -229,7 +229,7 @@ def join_besides(connect: ConnectBackend) -> Communicator:
     return communicator
 
 
-def progress() -> Progress:
+def progress() -> ProgressPage:
     """Return the progress record that the supervisor of this instance reads."""
     return process.progress
 

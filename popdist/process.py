@@ -16,7 +16,7 @@ from popdist.environments.tf_config import Cluster
 from popdist.instance import Instance
 from popdist.records.faults import FaultInjector, due_faults
 from popdist.records.metric_words import PROMETHEUS, words_in
-from popdist.records.progress import NoProgress, Progress, ProgressPage, Role
+from popdist.records.progress import ProgressPage, Role
 from popdist.records.watched import Waits
 from popdist.standby import Fed, Feeding, KeptJournal
 from popdist.timeline.asked import TimelineOptions
@@ -65,7 +65,7 @@ class Process:
     is_first_left: bool = True  # whether this instance is the first survivor
     at_end: Callable[[], None] | None = None  # ends other users of MPI
     at_failure: Callable[[], None] | None = None  # lets a failed process end without waiting
-    progress: Progress = NoProgress()
+    progress: ProgressPage = ProgressPage()
     attached: Sequence[Instrument] = ()  # instruments that observe this instance
     timeline: Timeline | None = None  # the recording, if the job is recorded
     changes: int = 0  # number of changes of the members so far, the same on all processes that took part in the last
@@ -95,13 +95,13 @@ class Process:
             return self.cluster.instance(self.num_replicas)
         return detect_instance(os.environ, self.num_replicas)
 
-    def attach(self, progress: ProgressPage | NoProgress, instance: Instance) -> None:
+    def attach(self, progress: ProgressPage, instance: Instance) -> None:
         """Attach the observers of this instance: supervisor, recording, and requested faults.
 
         Raises:
             EnvironmentMismatchError: The variable of an observer cannot be read.
         """
-        attached: list[Instrument] = [progress] if isinstance(progress, ProgressPage) else []
+        attached: list[Instrument] = [progress] if progress.is_supervised else []
         if asked := TimelineOptions.from_environ(os.environ):
             from popdist.timeline.attaching import Timeline  # loads numpy
 

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from popdist.process import process
-from popdist.records.progress import NoProgress, Role
+from popdist.records.progress import ProgressPage, Role
 from popdist.standby import Fed, Feeding, KeptJournal
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _feeding: tuple[Link, Feeding] | None = None
 
 def take_place(communicator: Communicator) -> None:
     """Keep a journal, and become a spare if this worker was started again while the others work."""
-    process.journal, process.progress = KeptJournal(), NoProgress(_is_change_due)
+    process.journal, process.progress = KeptJournal(), ProgressPage(is_change_due=_is_change_due)
     if not _grpc().is_waiting(communicator):
         return
     assert process.instance is not None

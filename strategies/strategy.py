@@ -16,7 +16,7 @@ import strategies.trees as trees
 from collectives import Communicator
 from collectives.instruments import Instruments
 from popdist.instance import Instance
-from popdist.records.progress import Progress
+from popdist.records.progress import ProgressPage
 from popdist.records.recording import note_question
 from popdist.switches import require_switches
 from strategies.argument_checks import Axis, positive, wrong_type
@@ -133,7 +133,7 @@ class Strategy(ABC):
     def __init__(
         self,
         membership: Membership,
-        progress: Progress | None = None,
+        progress: ProgressPage | None = None,
         add_cross_replica_reductions: bool = True,
         variables_on_host: bool = False,
     ) -> None:

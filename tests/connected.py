@@ -7,7 +7,7 @@ from typing import Any, final
 import strategies
 from collectives import Communicator
 from popdist import Instance
-from popdist.records.progress import NoProgress, Progress
+from popdist.records.progress import ProgressPage
 from strategies.defaults import Defaults
 from strategies.jax.replicas.processes import Membership
 
@@ -49,8 +49,8 @@ class ConnectedStrategy(strategies.Strategy):
         self,
         instance: Instance,
         communicator: Communicator,
-        progress: Progress | None = None,
+        progress: ProgressPage | None = None,
         defaults: Defaults | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(Connected(instance, communicator, defaults), progress or NoProgress(), **options)
+        super().__init__(Connected(instance, communicator, defaults), progress or ProgressPage(), **options)

@@ -29,7 +29,7 @@ BUDGET: dict[str, int] = {
     "popdist/environments": 596,
     "popdist/examples": 1332,
     "popdist/launching": 527,
-    "popdist/records": 970,
+    "popdist/records": 881,
     "popdist/timeline": 1073,
     "poprun": 406,
     "poprun/agent": 913,

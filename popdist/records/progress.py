@@ -12,7 +12,6 @@ import os
 import signal
 import struct
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -187,197 +186,26 @@ class ProgressRecord:
         return self.state in (State.LEAVING, State.LEAVING_INSIDE)
 
 
-class Progress(ABC):
-    """The connection of an instance with its supervisor: the stage of its life, and the supervisor's requests.
-
-    The instance's work is observed by instruments instead. One thread at a time calls the methods. The notes come in
-    the order `joining`, `joined`, `leaving`, `finished`; some may be left out. No note waits for the supervisor.
-    """
-
-    __slots__ = ()
-
-    @property
-    @abstractmethod
-    def is_supervised(self) -> bool:
-        """Whether a supervisor reads the notes, and ends this process when another instance fails."""
-
-    @property
-    @abstractmethod
-    def is_released(self) -> bool:
-        """Whether the supervisor has found that waiting for the others is useless.
-
-        A process at its end heeds a wish only when poprun calls it, because another one has begun the change: others
-        may have agreed on the end already, and would never come to the change.
-        """
-
-    @property
-    @abstractmethod
-    def is_resize_due(self) -> bool:
-        """Whether poprun has a complete wish that no change has read yet; cheap enough for every step."""
-
-    @property
-    @abstractmethod
-    def wanted(self) -> int:
-        """The number of active instances in the complete wish of poprun; 0: no wish.
-
-        A membership change reads the wish by this property. `may_be_active` and `takes_role` then belong to the same
-        wish, even if poprun writes another one meanwhile. The wish stays valid for later changes.
-        """
-
-    @property
-    @abstractmethod
-    def may_be_active(self) -> bool:
-        """Whether this process may be active, by the wish that `wanted` has read last; complete or not."""
-
-    @property
-    @abstractmethod
-    def wish(self) -> int:
-        """The number of the wish that `wanted` has read last, if it is complete; 0: no wish."""
-
-    @abstractmethod
-    def heeds_wishes(self, is_so: bool) -> None:
-        """Note whether waits may end for a wish of poprun: this process is in an operation that can be repeated."""
-
-    @abstractmethod
-    def changes(self) -> None:
-        """Note that a change of the members begins, in which this process waits for all others."""
-
-    @abstractmethod
-    def takes_role(self, is_spare: bool, wish: int = 0) -> None:
-        """Note the role of this process after a membership change.
-
-        Args:
-            is_spare: Whether it is a spare.
-            wish: The number of the wish that the change has considered, the same on all processes; 0: none. A page may
-                get the wish a moment later than another one, so this page may not have it yet.
-        """
-
-    @abstractmethod
-    def takes_values(self) -> None:
-        """Note that this process, which was a spare, has got the variables of the others."""
-
-    @property
-    @abstractmethod
-    def is_to_begin(self) -> bool:
-        """Whether poprun has started the program of this process; only a reserve asks."""
-
-    @abstractmethod
-    def catches_up(self) -> None:
-        """Note that this spare has come to the place in the program at which the active instances are."""
-
-    @abstractmethod
-    def needs_all(self) -> None:
-        """Note that the program cannot go on with other instances; later wishes for others have no effect.
-
-        A spare cannot tell, because it has no batches; its note is dropped.
-        """
-
-    @abstractmethod
-    def joining(self) -> None:
-        """Note that the program is in `popdist.init` and waits for the other instances."""
-
-    @abstractmethod
-    def joined(self) -> None:
-        """Note that the instance is connected with the others."""
-
-    @abstractmethod
-    def grace(self, seconds: float) -> None:
-        """Note how long the program may take to end by itself after SIGTERM or SIGINT; 0: the usual time."""
-
-    @abstractmethod
-    def leaving(self) -> None:
-        """Note that the program is in its exit handlers and waits for the other instances."""
-
-    @abstractmethod
-    def finished(self) -> None:
-        """Note that all instances agree on the end of the work; no instance waits for this one."""
-
-    @abstractmethod
-    def carry_on(self, lost: int) -> None:
-        """Note that the others continue without `lost` lost instances in all; their change considers poprun's wish."""
-
-    @abstractmethod
-    def cut_off(self) -> bool:
-        """Make the supervisor lose its connection, so that it ends this process; return whether it is supervised."""
-
-
 @final
-class NoProgress(Progress):
-    """A process without a supervisor; all notes are dropped.
+class ProgressPage:
+    """The writing side of the page: the connection of an instance with its supervisor; also an instrument.
+
+    A process without a supervisor writes to memory that nobody reads. One thread at a time calls the methods. The notes
+    come in the order `joining`, `joined`, `leaving`, `finished`; some may be left out. No note waits for the
+    supervisor, and each takes well under a microsecond.
 
     Args:
-        is_change_due: Function that returns whether the members change, as `is_resize_due` tells.
+        descriptor: The supervisor's memory file; None without a supervisor.
+        is_change_due: Function that returns whether the members change, as `is_resize_due` tells; only without a
+            supervisor.
+
+    Attributes:
+        is_supervised: Whether a supervisor reads the notes, and ends this process when another instance fails.
     """
 
-    is_supervised = False
-    is_released = False
-    wanted = 0
-    may_be_active = True
-    wish = 0
-    is_to_begin = True
-
-    def __init__(self, is_change_due: Callable[[], bool] = lambda: False) -> None:
-        self._is_change_due = is_change_due
-
-    @property
-    def is_resize_due(self) -> bool:
-        return self._is_change_due()
-
-    def heeds_wishes(self, is_so: bool) -> None: ...
-
-    def changes(self) -> None: ...
-
-    def takes_role(self, is_spare: bool, wish: int = 0) -> None: ...
-
-    def takes_values(self) -> None: ...
-
-    def catches_up(self) -> None: ...
-
-    def needs_all(self) -> None: ...
-
-    def joining(self) -> None: ...
-
-    def joined(self) -> None: ...
-
-    def grace(self, seconds: float) -> None: ...
-
-    def leaving(self) -> None: ...
-
-    def finished(self) -> None: ...
-
-    def carry_on(self, lost: int) -> None: ...
-
-    def cut_off(self) -> bool:
-        return False
-
-
-@final
-class ProgressPage(Progress):
-    """The writing side of the page; also an instrument. One thread at a time; a note takes well under a microsecond."""
-
-    __slots__ = (
-        "__weakref__",
-        "_begun_ns",
-        "_call",
-        "_considered_word",
-        "_heeds",
-        "_is_changing",
-        "_label_at",
-        "_losses",
-        "_lost",
-        "_map",
-        "_outer",
-        "_pending",
-        "_waited_ns",
-        "_wanted",
-        "_wanted_word",
-        "_words",
-    )
-
-    is_supervised = True
-
-    def __init__(self, descriptor: int) -> None:
-        self._write_to(mmap.mmap(descriptor, PAGE_BYTES))
+    def __init__(self, descriptor: int | None = None, is_change_due: Callable[[], bool] | None = None) -> None:
+        self.is_supervised, self._is_change_due = descriptor is not None, is_change_due
+        self._write_to(bytearray(PAGE_BYTES) if descriptor is None else mmap.mmap(descriptor, PAGE_BYTES))
         self._call: Call | None = None
         self._pending: Callable[[], float | None] | None = None
         self._begun_ns = self._waited_ns = self._lost = self._outer = 0
@@ -387,7 +215,9 @@ class ProgressPage(Progress):
         self._is_changing = False  # a change of the members is under way, and considers the wish
         self._words[_OWNER] = os.getpid()
         self._words[_STATE] = State.RUNNING.value
-        _pages.add(self)
+        self._words[_BEGUN] |= not self.is_supervised
+        if self.is_supervised:
+            _pages.add(self)
 
     def _write_to(self, page: mmap.mmap | bytearray) -> None:
         self._map = page
@@ -401,14 +231,14 @@ class ProgressPage(Progress):
         self._write_to(bytearray(PAGE_BYTES))
 
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str]) -> ProgressPage | NoProgress:
-        """Return the page that the supervisor gave to this process; without a page return `NoProgress`.
+    def from_environ(cls, environ: Mapping[str, str]) -> ProgressPage:
+        """Return the page that the supervisor gave to this process, or else one that nobody reads.
 
-        A page belongs to one process. A child of the program may inherit both variable and descriptor, but gets
-        `NoProgress`.
+        A page belongs to one process. A child of the program may inherit both variable and descriptor, but gets no page
+        of the supervisor.
         """
         if page_owner(environ) not in (0, os.getpid()):
-            return NoProgress()
+            return cls()
         return cls(int(environ[DESCRIPTOR_VARIABLE]))
 
     def operation_begins(self, number: int, call: Call) -> None:
@@ -478,25 +308,32 @@ class ProgressPage(Progress):
         self._outer = 0
 
     def grace(self, seconds: float) -> None:
+        """Note how long the program may take to end by itself after SIGTERM or SIGINT; 0: the usual time."""
         self._words[_GRACE_MS] = int(1000 * seconds)
 
     def joining(self) -> None:
+        """Note that the program is in `popdist.init` and waits for the other instances."""
         self._set_state(State.JOINING)
 
     def joined(self) -> None:
+        """Note that the instance is connected with the others."""
         self.operation_ends()  # sets the time since which the instance is in its present state
 
     def leaving(self) -> None:
+        """Note that the program is in its exit handlers and waits for the other instances."""
         inside = self._words[_STATE] in (State.IN_COLLECTIVE, State.LEAVING_INSIDE)
         self._set_state(State.LEAVING_INSIDE if inside else State.LEAVING)
 
     def finished(self) -> None:
+        """Note that all instances agree on the end of the work; no instance waits for this one."""
         self._words[_WAITING_COUNT] = 0
         self._set_state(State.FINISHED)
 
     @property
     def is_released(self) -> bool:
         """Whether the supervisor counts more lost instances than the last call of `carry_on`, or has a new wish."""
+        if not self.is_supervised:
+            return False
         released = self._words[_RELEASED]
         if released > self._lost:
             self._words[_HEEDED] = released
@@ -513,16 +350,22 @@ class ProgressPage(Progress):
         return called != 0 and called != self._words[_CONSIDERED]
 
     def heeds_wishes(self, is_so: bool) -> None:
+        """Note whether waits may end for a wish of poprun: this process is in an operation that can be repeated."""
         self._heeds = is_so
 
     def changes(self) -> None:
+        """Note that a change of the members begins, in which this process waits for all others."""
         self._words[_CHANGING] = 1
 
     def carry_on(self, lost: int) -> None:
+        """Note that the others continue without `lost` lost instances in all; their change considers poprun's wish."""
         self._lost, self._is_changing = lost, True
 
     @property
     def is_resize_due(self) -> bool:
+        """Whether poprun has a complete wish that no change has read yet; cheap enough for every step."""
+        if self._is_change_due is not None:
+            return self._is_change_due()
         word = self._words[_WANTED]
         if word == self._considered_word:
             return False
@@ -532,19 +375,33 @@ class ProgressPage(Progress):
 
     @property
     def wanted(self) -> int:
+        """The number of active instances in the complete wish of poprun; 0: no wish.
+
+        A membership change reads the wish by this property. `may_be_active` and `takes_role` then belong to the same
+        wish, even if poprun writes another one meanwhile. The wish stays valid for later changes.
+        """
         self._wanted_word = self._words[_WANTED]
         self._wanted = unpack_wanted(self._wanted_word)
         return self._wanted.count if self._wanted.is_complete else 0
 
     @property
     def may_be_active(self) -> bool:
+        """Whether this process may be active, by the wish that `wanted` has read last; complete or not."""
         return not self._wanted.is_barred
 
     @property
     def wish(self) -> int:
+        """The number of the wish that `wanted` has read last, if it is complete; 0: no wish."""
         return self._wanted.number if self._wanted.is_complete else 0
 
     def takes_role(self, is_spare: bool, wish: int = 0) -> None:
+        """Note the role of this process after a membership change.
+
+        Args:
+            is_spare: Whether it is a spare.
+            wish: The number of the wish that the change has considered, the same on all processes; 0: none. A page may
+                get the wish a moment later than another one, so this page may not have it yet.
+        """
         if is_spare:
             self._words[_LACKING] = 1  # also as an active instance, until it has got the variables
         self._words[_ROLE] = Role.SPARE if is_spare else Role.ACTIVE  # first: poprun trusts it in a considered wish
@@ -556,20 +413,28 @@ class ProgressPage(Progress):
             self._considered_word = self._wanted_word
 
     def takes_values(self) -> None:
+        """Note that this process, which was a spare, has got the variables of the others."""
         self._words[_LACKING] = 0
 
     @property
     def is_to_begin(self) -> bool:
+        """Whether poprun has started the program of this process; only a reserve asks."""
         return bool(self._words[_BEGUN])
 
     def catches_up(self) -> None:
+        """Note that this spare has come to the place in the program at which the active instances are."""
         self._words[_READY] = 1
 
     def needs_all(self) -> None:
+        """Note that the program cannot go on with other instances; later wishes for others have no effect.
+
+        A spare cannot tell, because it has no batches; its note is dropped.
+        """
         if self._words[_ROLE] != Role.SPARE:
             self._words[_ROLE] = Role.FIXED
 
     def cut_off(self) -> bool:
+        """Make the supervisor lose its connection, so that it ends this process; return whether it is supervised."""
         supervisor = self._words[_SUPERVISOR]
         if supervisor:
             os.kill(supervisor, CUT_SIGNAL)

@@ -21,7 +21,7 @@ from collectives.instruments import Instruments
 from popdist.instance import replica_blocks
 from popdist.records.distribution_settings import DistributionSettings
 from popdist.records.faults import FaultInjector
-from popdist.records.progress import Progress
+from popdist.records.progress import ProgressPage
 from strategies.core.journal import InstanceProgress, Journal
 from strategies.errors import DisagreementError, DivergenceError
 from strategies.sinks.sinks import Sinks
@@ -85,7 +85,7 @@ class Members(Protocol):
         """The steps in which norms and histograms are taken; None if never."""
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> ProgressPage:
         """The connection to the supervisor of this instance."""
 
     @property

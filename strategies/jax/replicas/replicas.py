@@ -24,7 +24,7 @@ from popdist.errors import LifeCycleError
 from popdist.instance import Instance
 from popdist.records.distribution_settings import DistributionSettings
 from popdist.records.faults import FaultInjector
-from popdist.records.progress import NoProgress, Progress
+from popdist.records.progress import ProgressPage
 from popdist.records.watched import Waits
 from popdist.xla import POOL_VARIABLE, shared_memory_setting, thread_pool_size
 from strategies.argument_checks import Axis, checked_axis, parts_along
@@ -125,7 +125,7 @@ class Replicas:
         self,
         kind: str,
         membership: Membership,
-        progress: Progress | None = None,
+        progress: ProgressPage | None = None,
         add_cross_replica_reductions: bool = True,
         variables_on_host: bool = False,
     ) -> None:
@@ -137,7 +137,7 @@ class Replicas:
         self._journal_member = membership.journal_member
         self.journal = Journal(self._journal_member, self.done_so_far, TreeNodes())
         self.variables_on_host = variables_on_host
-        self.progress = progress or NoProgress()
+        self.progress = progress or ProgressPage()
         attached = self.instruments.attached
         self.faults = next((each for each in attached if isinstance(each, FaultInjector)), FaultInjector())
         self._add_cross_replica_reductions = add_cross_replica_reductions
