@@ -19,7 +19,6 @@ from popdist.records.faults import ATTEMPT_VARIABLE
 from popdist.timeline.asked import PROFILE_SUFFIX, SUFFIX, TimelineOptions
 from popdist.timeline.clocks import Exchange
 from popdist.timeline.events import JOINED, PROFILE, EventKind
-from popdist.timeline.gauges import read_connections
 from popdist.timeline.meeting import (
     CARD_BYTES,
     Answering,
@@ -106,8 +105,6 @@ class Timeline:
         gathered = communicator.all_gather(packed, name="comparison of clocks (POPDIST_TIMELINE)")
         cards = [Card.unpack(row.tobytes()) for row in gathered.reshape(communicator.size, CARD_BYTES)]
         self._recording.add(JOINED, {"job": cards[0].token.hex(), "clocks": [each.clock for each in cards]})
-        if len({each.host for each in cards}) > 1:
-            self._recording.measure(read_connections)
         if answering is not None and answers(cards):
             self._answering = answering
             answering.start()

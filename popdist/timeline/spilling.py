@@ -88,7 +88,7 @@ class TimelineFile:
         self.writing_s = 0.0
         self.recorder = Recorder(self._ring, self._stride)
         self._take_exchanges: Callable[[], Sequence[Exchange]] = list
-        self._gauges = [Gauge(read_gauges)]
+        self._gauge = Gauge(read_gauges)
         self._lost = 0  # number of events without room in the file
         self._lock = threading.Lock()
         self._is_closed = False
@@ -118,10 +118,6 @@ class TimelineFile:
         """Begin to write the exchanges that `take_exchanges` returns at each call."""
         self._take_exchanges = take_exchanges
 
-    def measure(self, read: Callable[[], Mapping[str, float]]) -> None:
-        """Begin to record the numbers that `read` returns: every half second, or more rarely if it takes long."""
-        self._gauges.append(Gauge(read))
-
     def spill(self, is_last: bool = False) -> None:
         """Write the events in memory now; any thread may call it."""
         with self._lock:
@@ -146,7 +142,7 @@ class TimelineFile:
         self._running.release()
         if self._thread.is_alive():
             self._thread.join(5)
-        self._measure(is_last=True)
+        self._gauge.look(self.recorder.measured, is_last=True)
         self.spill(is_last=True)
         if self._lost:
             self._write(block(EVENTS, pack_events(_note_of_loss(np.empty(0, EVENT), self._lost, self._now_ns()))))
@@ -159,16 +155,12 @@ class TimelineFile:
         rounds = 0
         while not self._running.acquire(timeout=EVERY_S):
             if rounds % _GAUGES_EVERY == 0:
-                self._measure()
+                self._gauge.look(self.recorder.measured)
             rounds += 1
             if (thread := self.recorder.idle_thread) and (line := line_of(thread)):
                 self.recorder.seen_at(line)
             self.spill()
             self.writing_s = time.thread_time()
-
-    def _measure(self, is_last: bool = False) -> None:
-        for gauge in self._gauges:
-            gauge.look(self.recorder.measured, is_last)
 
     def _stride(self) -> int:
         return stride_of(self.written_bytes, self._limit_bytes)

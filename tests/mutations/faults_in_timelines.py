@@ -20,20 +20,6 @@ IN_TIMELINES = (
         caught_by="tests/poprun/test_timeline_confusions.py::TestACollectiveThatFails::test_a_failed_collective_counts_as_waiting",
     ),
     Fault(
-        name="overlapping busy times of two instances' connections are added",
-        path="poprun/trace/report/links.py",
-        old="busy[link] = max(busy.get(link, 0.0), min(lasted, (end_ns - begin_ns) / 1e9))",
-        new="busy[link] = busy.get(link, 0.0) + min(lasted, (end_ns - begin_ns) / 1e9)",
-        caught_by="tests/poprun/test_timeline_confusions.py::TestTrafficBetweenHosts::test_a_link_with_two_instances_is_busy_as_long_as_the_busier_one",
-    ),
-    Fault(
-        name="a link between hosts may be busy for longer than the recording lasts",
-        path="poprun/trace/report/links.py",
-        old="min(lasted, (end_ns - begin_ns) / 1e9))",
-        new="lasted)",
-        caught_by="tests/poprun/test_timeline_confusions.py::TestTrafficBetweenHosts::test_a_link_is_busy_for_at_most_the_elapsed_time",
-    ),
-    Fault(
         name="the cause of lateness is compared with the mean of the others",
         path="poprun/trace/report/findings.py",
         old="np.median(category_ns[others], axis=0)",
@@ -67,20 +53,6 @@ IN_TIMELINES = (
         old="shortest = float(np.median(exchanges)) if len(exchanges) else 0.0",
         new="shortest = float(np.max(exchanges)) if len(exchanges) else 0.0",
         caught_by="tests/poprun/test_timeline_confusions.py::TestMedians::test_clock_exchanges_are_judged_by_their_median",
-    ),
-    Fault(
-        name="connections within a host count as links between hosts",
-        path="poprun/trace/report/links.py",
-        old="if link[0] != link[1]:",
-        new="if True:",
-        caught_by="tests/poprun/test_timeline_confusions.py::TestTrafficBetweenHosts::test_traffic_inside_a_host_is_not_counted",
-    ),
-    Fault(
-        name="a slow link is compared with the fastest one",
-        path="poprun/trace/report/links.py",
-        old="usual = float(np.median([each.rate for each in by_rate[place + 1 :]]))",
-        new="usual = float(np.max([each.rate for each in by_rate[place + 1 :]]))",
-        caught_by="tests/poprun/test_timeline_confusions.py::TestTrafficBetweenHosts::test_a_link_is_compared_with_the_median_of_the_others",
     ),
     Fault(
         name="two collectives with the same name in one step are one",
@@ -118,13 +90,6 @@ IN_TIMELINES = (
         caught_by="tests/poprun/test_timeline_confusions.py::test_two_instances_that_are_late_in_turn_are_not_blamed",
     ),
     Fault(
-        name="waiting for a full receiver counts as busy time of the link",
-        path="popdist/timeline/gauges.py",
-        old="(busy_us - full_us) / 1e6",
-        new="busy_us / 1e6",
-        caught_by="tests/popdist/test_timeline_connections.py::test_several_connections_give_sums_and_the_shortest_round_trip",
-    ),
-    Fault(
         name="the drift of clocks during an exchange is ignored",
         path="popdist/timeline/clocks.py",
         old="lowest = (answered - returned - slack)[order]",
@@ -137,13 +102,6 @@ IN_TIMELINES = (
         old="np.minimum(forward, backward)",
         new="forward",
         caught_by="tests/popdist/test_timeline_clocks.py::test_a_good_exchange_improves_earlier_and_later_bounds",
-    ),
-    Fault(
-        name="a host is blamed for slow links although its other links are fast",
-        path="poprun/trace/report/links.py",
-        old="common -= {host for each in others for host in (each.source, each.target)}",
-        new="pass",
-        caught_by="tests/poprun/test_timeline_confusions.py::TestTrafficBetweenHosts::test_a_host_is_blamed_only_if_all_other_links_are_fast",
     ),
     Fault(
         name="an instance's child process takes itself for the instance",

@@ -8,16 +8,14 @@ import numpy as np
 import pytest
 from timeline_jobs import MS, NAMES, Made
 
-from popdist.timeline.events import EVENT, EventKind
-from popdist.timeline.gauges import BUSY, SENT, Addresses
+from popdist.timeline.events import EventKind
 from poprun.trace.aligned import align
 from poprun.trace.merging import put_together
 from poprun.trace.recordings import InstanceRecording
-from poprun.trace.report.findings import Cause, LinkTraffic
-from poprun.trace.report.links import slow_traffic_of, traffic_of
+from poprun.trace.report.findings import Cause
 from poprun.trace.report.step_table import COMPUTE, table_of
 from poprun.trace.report.verdict import judge
-from poprun.trace.spans import COMPILE, Sort, Spans, spans_of
+from poprun.trace.spans import COMPILE, Sort, spans_of
 
 
 def places(recording: InstanceRecording, kind: EventKind) -> np.ndarray:
@@ -75,59 +73,6 @@ def test_collectives_with_one_name_in_one_step_are_matched_in_order():
     meetings = put_together(merged).meetings
     assert meetings.step.tolist() == [0, 1, 1, 3, 4]
     assert np.all(np.diff(meetings.came_ns[:, 0]) > 0)
-
-
-NEAR, FAR, OTHER = (
-    Addresses("10.0.0.1", "10.0.0.9"),
-    Addresses("10.0.0.9", "10.0.0.1"),
-    Addresses("10.0.0.1", "10.0.0.2"),
-)
-
-
-def counted(**counts: tuple[Addresses, float, float]) -> Spans:
-    """Return the spans of an instance that counted bytes and seconds from 0 to 10 s."""
-    measured = {}
-    for ends, nbytes, busy_s in counts.values():
-        for what, value in ((SENT, nbytes), (BUSY, busy_s)):
-            measured[ends.named(what)] = (np.array([0, 10 * 10**9]), np.array([0.0, value]))
-    nothing = np.zeros(0, EVENT)
-    return Spans(spans_of(InstanceRecording()).spans, nothing, nothing, measured)
-
-
-class TestTrafficBetweenHosts:
-    def of(self, *spans: Spans) -> list[LinkTraffic]:
-        return traffic_of(["a", "a", "b"], [*spans, counted(x=(FAR, 1.0, 0.1))], 0, 10 * 10**9)[:1]
-
-    def test_a_link_with_two_instances_is_busy_as_long_as_the_busier_one(self):
-        """Their times overlap; bytes add up."""
-        both = counted(x=(NEAR, 100, 4.0)), counted(x=(NEAR, 100, 6.0))
-        assert self.of(*both) == [LinkTraffic("a", "b", 200.0, 6.0)]
-
-    def test_a_link_is_busy_for_at_most_the_elapsed_time(self):
-        """The kernel counts several connections between the same two addresses."""
-        assert self.of(counted(x=(NEAR, 100, 14.0)), counted()) == [LinkTraffic("a", "b", 100.0, 10.0)]
-
-    def test_traffic_inside_a_host_is_not_counted(self):
-        """The rule holds for a host with two addresses, too."""
-        inside = counted(x=(OTHER, 5000, 5.0), y=(NEAR, 100, 1.0))
-        second = counted(x=(Addresses("10.0.0.2", "10.0.0.1"), 5000, 5.0))
-        assert traffic_of(["a", "a", "b"], [inside, second, counted(x=(FAR, 90, 0.5))], 0, 10 * 10**9) == [
-            LinkTraffic("a", "b", 100.0, 1.0),
-            LinkTraffic("b", "a", 90.0, 0.5),
-        ]
-
-    def test_a_link_is_compared_with_the_median_of_the_others(self):
-        links = [LinkTraffic("a", str(rate), 10.0 * rate, 10.0) for rate in (1, 30, 40, 100)]
-        slow = slow_traffic_of(links, lasted_s=10, exchange=0.9)
-        assert slow is not None
-        assert (slow.links, slow.usual) == ([links[0]], 40)
-
-    def test_a_host_is_blamed_only_if_all_other_links_are_fast(self):
-        slow = [LinkTraffic("a", "b", 10.0, 10.0), LinkTraffic("a", "c", 10.0, 10.0)]
-        for fast, host in ((LinkTraffic("b", "c", 400.0, 10.0), "a"), (LinkTraffic("c", "a", 400.0, 10.0), "")):
-            found = slow_traffic_of([*slow, fast], lasted_s=10, exchange=0.9)
-            assert found is not None
-            assert found.host == host
 
 
 class TestMedians:

@@ -126,65 +126,6 @@ def test_a_slow_link_is_named(seed, instances):
     assert "mend or avoid the link" in verdict.changes[0].what
 
 
-def traffic_among(instances, slow=(), nbytes=1e6, ms=2.0, slow_ms=20.0):
-    """Return equal traffic on all links, some of them slower."""
-    pairs = [(source, target) for source in range(instances) for target in range(instances) if source != target]
-    return {pair: (nbytes, slow_ms if pair in slow else ms) for pair in pairs}
-
-
-class TestTrafficBetweenHosts:
-    @pytest.mark.parametrize("instances", SIZES)
-    def test_a_slow_link_is_named_with_both_rates(self, seed, instances):
-        traffic = traffic_among(instances, slow={(instances - 1, 0)})
-        verdict = verdict_of(Made(instances, traffic=traffic, transfer_ms=20, seed=seed))
-        (said,) = findings(verdict)
-        assert said.startswith(
-            f"The link from host{instances - 1} to host0 is slow: it carries 400 Mbit/s while data are in transit, "
-            "others 4 Gbit/s. That costs 5"
-        )
-        assert verdict.changes[0].what == f"mend or avoid the link from host{instances - 1} to host0"
-        assert verdict.traffic.gain == pytest.approx(18 / 31.2, rel=0.05)
-        assert verdict.culprit is None
-
-    @pytest.mark.parametrize("instances", [3, 4])
-    def test_a_host_is_named_if_all_its_links_and_no_others_are_slow(self, instances):
-        slow = {pair for pair in traffic_among(instances) if 1 in pair}
-        verdict = verdict_of(Made(instances, traffic=traffic_among(instances, slow=slow), transfer_ms=20))
-        assert findings(verdict)[0].startswith("The links of host1 to other hosts are slow: they carry 400 Mbit/s")
-        assert verdict.changes[0].what == "mend or avoid the links of host1"
-
-    def test_no_host_is_named_if_one_of_its_links_is_fast(self):
-        slow = {(0, 1), (1, 0)}
-        verdict = verdict_of(Made(3, traffic=traffic_among(3, slow=slow), transfer_ms=20))
-        assert verdict.traffic.host == ""
-        assert "is slow, like 1 more: it carries" in findings(verdict)[0]
-
-    @pytest.mark.parametrize("instances", SIZES)
-    def test_no_link_is_called_slow_if_all_are_alike(self, instances):
-        verdict = verdict_of(Made(instances, traffic=traffic_among(instances, ms=20.0), transfer_ms=20))
-        (said,) = findings(verdict)
-        assert said.startswith("Data from host")
-        assert "at 400 Mbit/s. No link is much faster, so the numbers do not show whether that is slow." in said
-        assert not any("mend" in each.what for each in verdict.changes)
-
-    @pytest.mark.parametrize("instances", SIZES)
-    def test_links_of_a_healthy_job_are_not_named(self, seed, instances):
-        random = np.random.default_rng(seed)
-        traffic = {pair: (1e6, random.uniform(0.5, 1.4)) for pair in traffic_among(instances)}
-        assert verdict_of(Made(instances, traffic=traffic)).traffic is None
-
-    def test_links_with_little_traffic_are_not_compared(self):
-        traffic = traffic_among(3) | {(0, 1): (1e3, 8.0)}
-        assert verdict_of(Made(3, traffic=traffic, transfer_ms=10)).traffic is None
-
-    def test_a_slow_link_that_nobody_waits_for_is_not_named(self):
-        """Its data travel while all instances compute."""
-        traffic = traffic_among(3, slow={(0, 1)}, slow_ms=9.0)
-        verdict = verdict_of(Made(3, traffic=traffic, transfer_ms=0.1))
-        assert verdict.table.of["exchange"].sum() < 0.02 * verdict.table.lasted_ns.sum()
-        assert verdict.traffic is None
-
-
 class TestALateInstanceBehindASlowLink:
     @pytest.mark.parametrize("instances", SIZES)
     def test_the_instance_is_named_with_its_link(self, seed, instances):

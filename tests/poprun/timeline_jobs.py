@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from popdist.timeline.events import EVENT, EventKind
-from popdist.timeline.gauges import BUSY, SENT, Addresses
 from poprun.trace.recordings import InstanceRecording
 
 MS = 10**6
 NAMES = (
     *("data", "forward and backward", "exchange", "update", "checkpoint", "compile"),
     *("loss", "memory", "wait for cores", "all_reduce 'gradients'", "train.py:12"),
-)
-NUMBERS = ("gradient_norm", "gradient_norm/a", "gradient_norm/b", "weight_norm", "weight_norm/a", "learning_rate")
-NAMES += NUMBERS
-MOST_HOSTS = 4
-
-
-def address(host: int) -> str:
-    """Return the address of a host."""
-    return f"10.0.0.{host}"
-
-
-NAMES += tuple(
-    Addresses(address(source), address(target)).named(what)
-    for source in range(MOST_HOSTS)
-    for target in range(MOST_HOSTS)
-    for what in (SENT, BUSY)
 )
 _NUMBERS = {name: number for number, name in enumerate(NAMES)}
 _SAID = {number: {"name": name} for name, number in _NUMBERS.items()}
@@ -51,8 +33,6 @@ class Made:
         slow_link: (source, target) of the link on which the gradients need `link_ms` longer.
         link_ms: The additional time on the slow link.
         late_data_ms: The additional time for gradients on their way to some instances.
-        traffic: Bytes and time in transit (ms) in each step from one instance to another. If it is set, each
-            instance has its own host.
         core_wait_ms: The wait for cores in each step, by instances that differ.
         between_ms: The time of the program's own code between steps, in its line 12, by instances that have any.
         pauses_ms: The time of that code before some steps: (instance, step): ms.
@@ -69,7 +49,6 @@ class Made:
     slow_link: tuple[int, int] | None = None
     link_ms: float = 0.0
     late_data_ms: dict[int, float] = field(default_factory=dict)
-    traffic: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     core_wait_ms: dict[int, float] = field(default_factory=dict)
     between_ms: dict[int, float] = field(default_factory=dict)
     pauses_ms: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -94,12 +73,11 @@ class Made:
                 page.measured("memory", 1e8 + 1e5 * step)
                 page.waited += self.core_wait_ms.get(instance, 0.1) / 1e3
                 page.measured("wait for cores", page.waited)
-                self._count_traffic(instance, step, page)
         return [
             InstanceRecording(
                 instance=instance,
                 instances=self.instances,
-                host=f"host{instance if self.traffic else instance // 2}",
+                host=f"host{instance // 2}",
                 clock="one",
                 job="a",
                 program=["train.py"],
@@ -134,13 +112,6 @@ class Made:
         page.now += (self.transfer_ms + self.late_data_ms.get(instance, 0.0)) * MS
         page.note(EventKind.OPERATION_ENDS)
         page.note(EventKind.PHASE_ENDS, "exchange")
-
-    def _count_traffic(self, instance, step, page):
-        for (source, target), (nbytes, ms) in self.traffic.items():
-            if source == instance:
-                ends = Addresses(address(source), address(target))
-                page.measured(ends.named(SENT), nbytes * (step + 1))
-                page.measured(ends.named(BUSY), ms / 1e3 * (step + 1))
 
     def _varied(self, random, ms):
         return ms * random.uniform(1 - self.jitter, 1 + self.jitter)

@@ -71,46 +71,6 @@ class SlowLink:
 
 
 @dataclass(frozen=True)
-class LinkTraffic:
-    """The traffic from one host to another, as the kernel has counted it.
-
-    Attributes:
-        source: The host that sent the data.
-        target: The host that received them.
-        nbytes: The number of bytes.
-        busy_s: The time in which data were in transit and the receiver had room for them; positive.
-    """
-
-    source: str
-    target: str
-    nbytes: float
-    busy_s: float
-
-    @property
-    def rate(self) -> float:
-        """The bytes per second of the time with data in transit; the link is at least as fast as that."""
-        return self.nbytes / self.busy_s
-
-
-@dataclass(frozen=True)
-class SlowTraffic:
-    """Links between hosts whose data are far slower than the data of others.
-
-    Attributes:
-        links: The slow links; the first one costs most.
-        usual: The median rate of the other links; None if all are alike and `links` is only the busiest one.
-        host: The host at which all slow links end, and no other link does; "" if there is none.
-        gain: The largest share of the time that could be saved: with the usual rate, or without transit if `usual` is
-            None.
-    """
-
-    links: Sequence[LinkTraffic]
-    usual: float | None
-    host: str
-    gain: float
-
-
-@dataclass(frozen=True)
 class Outlier:
     """A step that took much longer than most.
 

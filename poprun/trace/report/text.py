@@ -67,7 +67,7 @@ def headline(verdict: TimelineReport) -> str:
 
 def findings(verdict: TimelineReport) -> list[str]:
     """Return sentences about the causes of delays, the most important first; one sentence if there is none."""
-    found = [*_of_culprit(verdict), *_of_link(verdict), *_of_traffic(verdict)]
+    found = [*_of_culprit(verdict), *_of_link(verdict)]
     if verdict.input_bound:
         found.append(
             f"The job is bound by its input: every instance waits {verdict.input_bound:.0%} of the time for data."
@@ -110,30 +110,6 @@ def _of_link(verdict: TimelineReport) -> list[str]:
         f"The link from {verdict.titles[link.source]} to {verdict.titles[link.target]} is slow: {link.share:.0%} of "
         f"the waits inside exchanges are for its data. These exchanges take {link.gain:.0%} of the time."
     ]
-
-
-def _of_traffic(verdict: TimelineReport) -> list[str]:
-    traffic = verdict.traffic
-    if traffic is None:
-        return []
-    first = traffic.links[0]
-    if traffic.usual is None:
-        return [
-            f"Data from {first.source} to {first.target} are in transit for {traffic.gain:.0%} of the time, at "
-            f"{rate_text(first.rate)}. No link is much faster, so the numbers do not show whether that is slow."
-        ]
-    rates = f"{rate_text(first.rate)} while data are in transit, others {rate_text(traffic.usual)}"
-    costs = f"That costs {traffic.gain:.0%} of the time at most."
-    if traffic.host:
-        return [f"The links of {traffic.host} to other hosts are slow: they carry {rates}. {costs}"]
-    also = f", like {len(traffic.links) - 1} more" if len(traffic.links) > 1 else ""
-    return [f"The link from {first.source} to {first.target} is slow{also}: it carries {rates}. {costs}"]
-
-
-def rate_text(bytes_per_s: float) -> str:
-    """Return a rate in bits per second, the unit of networks."""
-    megabits = 8e-6 * bytes_per_s
-    return f"{megabits:.3g} Mbit/s" if megabits < 1000 else f"{megabits / 1000:.3g} Gbit/s"
 
 
 def share_rows(verdict: TimelineReport) -> list[list[str]]:

@@ -20,13 +20,12 @@ from poprun.trace.report.findings import (
     Outlier,
     PathSegment,
     SlowLink,
-    SlowTraffic,
     are_outliers,
     culprit_of,
     outliers_of,
     path_of,
 )
-from poprun.trace.report.links import slow_link_of, slow_traffic_of, traffic_of
+from poprun.trace.report.links import slow_link_of
 from poprun.trace.report.step_table import (
     BETWEEN,
     CATEGORIES,
@@ -41,7 +40,7 @@ from poprun.trace.report.step_table import (
     overlap_of,
     table_of,
 )
-from poprun.trace.spans import COMPILE, MatchedCollectives, Sort, Spans
+from poprun.trace.spans import COMPILE, MatchedCollectives, Sort
 
 _MUCH_INPUT = 0.1
 
@@ -60,7 +59,6 @@ class TimelineReport:
         late_s: For each instance, how long it held the others up in all steps.
         culprit: The late instance; None if the numbers support none.
         link: The slow link between instances, by their waits; None if there is none.
-        traffic: The slow links between hosts, by the kernel's counts; None if there are none.
         input_bound: The share of the time in which every instance waits for data; 0 if it is small.
         overlap: For each instance, the overlap of its computing and exchanges.
         outliers: The worst outliers among the steps.
@@ -79,7 +77,6 @@ class TimelineReport:
     late_s: Sequence[float]
     culprit: Culprit | None
     link: SlowLink | None
-    traffic: SlowTraffic | None
     input_bound: float
     overlap: Sequence[Overlap]
     outliers: Sequence[Outlier]
@@ -119,11 +116,9 @@ def judge(job: RecordedJob) -> TimelineReport:
         culprit = replace(culprit, line=lines[culprit.instance])
     rows = {job.aligned[place].recording.instance: row for row, place in enumerate(places)}
     link = slow_link_of(spans, rows, table.steps[usual], settled_ns)
-    hosts = [job.aligned[place].recording.host for place in places]
-    traffic = _slow_traffic(table, hosts, spans, shares)
     input_bound = _input_share(table)
     overlap = [overlap_of(own) for own in spans]
-    changes = _changes(table, culprit, link, traffic, input_bound, overlap, lines)
+    changes = _changes(table, culprit, link, input_bound, overlap, lines)
     lasted = table.lasted_ns.max(axis=0)
     chosen = np.flatnonzero(settled)
     by_length = chosen[np.argsort(lasted[chosen], kind="stable")]
@@ -137,7 +132,6 @@ def judge(job: RecordedJob) -> TimelineReport:
         late_s=late_s,
         culprit=culprit,
         link=link,
-        traffic=traffic,
         input_bound=input_bound if input_bound >= _MUCH_INPUT else 0.0,
         overlap=overlap,
         outliers=outliers_of(table),
@@ -183,16 +177,6 @@ def _late_ns(meetings: MatchedCollectives, table: StepTable, instances: int) -> 
     return late
 
 
-def _slow_traffic(
-    table: StepTable, hosts: Sequence[str], spans: Sequence[Spans], shares: Sequence[Mapping[str, float]]
-) -> SlowTraffic | None:
-    """Return the slow traffic from the first settled step to the last one."""
-    settled = table.is_settled
-    begin_ns, end_ns = int(table.begin_ns[:, settled].min()), int(table.end_ns[:, settled].max())
-    traffic = traffic_of(hosts, spans, begin_ns, end_ns)
-    return slow_traffic_of(traffic, (end_ns - begin_ns) / 1e9, max(each[EXCHANGE] for each in shares))
-
-
 def _input_share(table: StepTable) -> float:
     """Return the share of settled steps' time in which even the fastest reader waits for data."""
     settled = table.is_settled
@@ -204,7 +188,6 @@ def _changes(
     table: StepTable,
     culprit: Culprit | None,
     link: SlowLink | None,
-    traffic: SlowTraffic | None,
     input_bound: float,
     overlap: Sequence[Overlap],
     lines: Sequence[str],
@@ -225,10 +208,6 @@ def _changes(
         found.append(Change(f"instance {culprit.instance} is late: {advice}", culprit.gain))
     if link is not None:
         found.append(Change(f"mend or avoid the link from instance {link.source} to {link.target}", link.gain))
-    if traffic is not None and traffic.usual is not None:
-        first = traffic.links[0]
-        where = f"links of {traffic.host}" if traffic.host else f"link from {first.source} to {first.target}"
-        found.append(Change(f"mend or avoid the {where}", traffic.gain))
     found.append(Change("read data ahead of the steps, or with more threads", input_bound))
 
     def everywhere(category: str) -> float:
@@ -237,8 +216,7 @@ def _changes(
         return float(of_each.min())
 
     hidden = min((each.share for each in overlap if each.share is not None), default=0.0)
-    of_links = max(link.gain if link else 0.0, traffic.gain if traffic and traffic.usual else 0.0)
-    exchange = max(everywhere(EXCHANGE) - of_links, 0.0) * (1 - hidden)
+    exchange = max(everywhere(EXCHANGE) - (link.gain if link else 0.0), 0.0) * (1 - hidden)
     found.append(Change("exchange less often (gradient accumulation), or fewer bytes (16 bits)", exchange))
     found.append(Change("write checkpoints less often", everywhere(CHECKPOINT)))
     found.append(Change("keep compiled programs (--executable-cache-path)", everywhere(COMPILE)))
