@@ -323,7 +323,8 @@ class AveragedParts:
         tail = Tail.size(len(NAMES), len(parameters), len(self.slots))
         whole = replace(plan, streams=self._options.streams_over(self._replicas), tail=tail)
         rows: list[dict[int, GroupRow]] = [{} for _ in self._replicas.local_replicas]
-        return HostExchange(whole, NAMES, communicator, count, rows, communicator.allocate, not whole.streams)
+        gpu = ReplicaMemory(self.device).gpu
+        return HostExchange(whole, NAMES, communicator, count, rows, communicator.allocate, not whole.streams, gpu)
 
     def shared(self, means: MeanPassResult | None, root: int) -> MeanPassResult:
         """Return the means that the instance `root` has. Collective.

@@ -39,16 +39,7 @@ from strategies.exchange.window_path import (
     windows_if_possible,
 )
 from strategies.jax.replicas.replicas import Replicas
-from strategies.torch.tensors import HOST as HOST_MEMORY
-from strategies.torch.tensors import (
-    ReplicaMemory,
-    TorchArithmetic,
-    TorchViews,
-    as_array,
-    event_on,
-    host_array,
-    torch_dtype,
-)
+from strategies.torch.tensors import ReplicaMemory, TorchArithmetic, TorchViews, event_on, torch_dtype
 
 logger = logging.getLogger("strategies.exchange")
 
@@ -58,69 +49,6 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 """The variable by which a user names the network interface for gloo."""
 _ADDRESS = "S512"
 _POLL_S = 0.001
-
-
-@final
-class TorchHostPath(DevicePath):
-    """Means that the communicator makes in the memory of the host, page-locked if a GPU copies to it.
-
-    496 MB take 9 ms each way on an H100, and 319 ms without page locks. While one buffer is added, the next ones are
-    being copied.
-
-    Args:
-        communicator: The communicator of all instances, with one replica each.
-        device: The device of the gradients.
-    """
-
-    path_name = HOST
-
-    def __init__(self, communicator: Communicator, device: torch.device) -> None:
-        super().__init__(Spread.apart((1,) * communicator.size), communicator.rank)
-        self._communicator, self._device = communicator, device
-        self._memory: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
-
-    @override
-    def means(
-        self, name: str, sums: Sequence[Sequence[torch.Tensor]], dtypes: Sequence[np.dtype]
-    ) -> Sequence[torch.Tensor]:
-        """Return the mean of each buffer. Waits for the gradients, but not for the copies back to the device."""
-        with torch.no_grad():
-            rooms = [
-                self._rooms(name, number, of_buffer[0].numel(), torch_dtype(dtype))
-                for number, (of_buffer, dtype) in enumerate(zip(sums, dtypes, strict=True))
-            ]
-            arrivals = []
-            for (given, _), (own,) in zip(rooms, sums, strict=True):
-                given.copy_(own, non_blocking=True)
-                arrivals.append(event_on(self._device))
-            found = []
-            for number, ((given, mean), arrival) in enumerate(zip(rooms, arrivals, strict=True)):
-                if arrival is not None:
-                    arrival.synchronize()  # the stream has copied earlier means by then, so `mean` may be overwritten
-                if given.numel():
-                    of_buffer = f"{name}/{number}"
-                    self._communicator.ordered_all_reduce([as_array(given)], as_array(mean), "mean", name=of_buffer)
-                found.append(mean.to(self._device, non_blocking=True, copy=True))
-            return found
-
-    @override
-    def gather(self, name: str, own: torch.Tensor) -> torch.Tensor:
-        octets = np.ascontiguousarray(host_array(own)).view(np.uint8)
-        gathered = torch.from_numpy(self._communicator.all_gather(octets, name=name))
-        return gathered.view(own.dtype).to(self._device)
-
-    @override
-    def close(self) -> None:
-        self._memory.clear()
-
-    def _rooms(self, name: str, number: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return memory for a buffer and for its mean, the same in each step."""
-        key = name, number
-        if (known := self._memory.get(key)) is None or known[0].numel() != size or known[0].dtype != dtype:
-            is_locked = self._device.type == "cuda"
-            one, other = (torch.empty(size, dtype=dtype, pin_memory=is_locked) for _ in range(2))
-            known = self._memory[key] = one, other
-        return known
 
 
 @final
@@ -411,7 +339,7 @@ def path_for(replicas: Replicas, memory: ReplicaMemory) -> DevicePath | None:
 
 
 def path_of_loops(replicas: Replicas, device: torch.device, obstacle: str = "") -> DevicePath | None:
-    """Return the path that models in loops of the program's own share; None for tensors on the host.
+    """Return the path that models in loops of the program's own share; None if the host exchanges their gradients.
 
     Collective for the first tensors on a device. The path is closed when the communicator is freed, or when
     the process ends.
@@ -428,16 +356,13 @@ def path_of_loops(replicas: Replicas, device: torch.device, obstacle: str = "") 
     asked = asked_exchange(replicas.defaults.exchange, os.environ)
     if obstacle and asked not in (AUTO, HOST):
         raise StrategyError(f"the exchange {asked!r} was requested, but {obstacle}; or use POPDIST_EXCHANGE=host")
-    if obstacle or (asked == HOST and device == HOST_MEMORY):
+    if obstacle or asked == HOST:
         return None
     found = _of_loops.setdefault(replicas.communicator, {})
     if device not in found:
-        path = None if asked == HOST else _between_instances(replicas, device, asked)
-        if path is None and device != HOST_MEMORY:
-            path = TorchHostPath(replicas.communicator, device)
+        found[device] = path = _between_instances(replicas, device, asked)
         if path is not None:
             weakref.finalize(replicas.communicator, path.close)
-        found[device] = path
     return found[device]
 
 
