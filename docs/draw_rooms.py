@@ -48,7 +48,7 @@ TORCH_GRADIENT = {
     "strategies/core/step.py": "make_step",
     "strategies/torch/engine.py": "begin",
     "strategies/torch/replicas/steps.py": "fits",
-    "strategies/torch/exchange/host.py": "reduce",
+    "strategies/torch/exchange/gradients.py": "reduce",
     "strategies/exchange/means.py": "reduce_whole",
     "collectives/communicator.py": "grouped_ordered_all_reduce",
     "collectives/shared_memory/transport.py": "reduce",

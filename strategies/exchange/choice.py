@@ -64,6 +64,8 @@ class DeviceArithmetic(Protocol):
             dtypes: Dtypes of the means.
             replicas: R.
         """
+        pairs = zip(zip(*sums, strict=True), dtypes, strict=True)
+        return [self.mean(nodes, of_buffer, dtype, replicas) for of_buffer, dtype in pairs]
 
 
 class DeviceViews(Protocol):
@@ -160,7 +162,6 @@ MPI, GRPC, HOROVOD, SINGLE = "MPI", "gRPC", "Horovod", "single"
 FACTS = f"facts of instances on accelerators, by which the exchange is chosen ({VARIABLE})"
 """The name of the collective in messages."""
 _FACTS_BYTES = 1024
-_DEVICE_WORDS = (COMPILED, WINDOW)
 
 
 @dataclass(frozen=True)
@@ -220,6 +221,7 @@ class ExchangeChoice:
 
 ON_CPUS = ExchangeChoice(HOST, False, "replicas compute on CPUs")
 """The default choice on CPUs."""
+_ON_ONE_INSTANCE = ExchangeChoice(LOCAL, True, "one instance drives all replicas")
 
 
 def asked_exchange(default: str, environ: Mapping[str, str]) -> str:
@@ -240,7 +242,7 @@ def asked_exchange(default: str, environ: Mapping[str, str]) -> str:
 
 def are_facts_needed(platform: str, asked: str) -> bool:
     """Return whether instances tell each other their facts: always on accelerators, on CPUs only for a device path."""
-    return platform != CPU or asked in _DEVICE_WORDS
+    return platform != CPU or asked in (COMPILED, WINDOW)
 
 
 def agreed_choice(communicator: Communicator, own: InstanceFacts, asked: str) -> ExchangeChoice:
@@ -287,7 +289,7 @@ def choose_exchange(facts: Sequence[InstanceFacts], asked: str) -> ExchangeChoic
     if obstacle is not None:
         raise DeviceError(f"the exchange {asked!r} was asked for, but {obstacle}")
     if len(facts) == 1:
-        return _local()
+        return _ON_ONE_INSTANCE
     return ExchangeChoice(asked, True, "it was asked for", asked == COMPILED and _obstacle_of_start(facts) is None)
 
 
@@ -298,7 +300,7 @@ def _as_found(facts: Sequence[InstanceFacts]) -> ExchangeChoice:
     if obstacle is not None:
         return ExchangeChoice(HOST, False, obstacle)
     if len(facts) == 1:
-        return _local()
+        return _ON_ONE_INSTANCE
     if facts[0].transport == GRPC:
         return ExchangeChoice(HOST, False, "gRPC connects the instances, and they open no other connection")
     if facts[0].platform != GPU:
@@ -310,10 +312,6 @@ def _as_found(facts: Sequence[InstanceFacts]) -> ExchangeChoice:
     if without_window is None:
         return ExchangeChoice(WINDOW, True, f"all instances are on one host, and {without_compiled}")
     return ExchangeChoice(HOST, False, f"{without_compiled}; {without_window}")
-
-
-def _local() -> ExchangeChoice:
-    return ExchangeChoice(LOCAL, True, "one instance drives all replicas")
 
 
 def _check_same_platform(facts: Sequence[InstanceFacts]) -> None:

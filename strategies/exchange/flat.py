@@ -143,7 +143,7 @@ class FlatLayout:
 
     def tail_view(self, arrays: Sequence[Array]) -> Array:
         """Return the tail as a view of buffers; on the host nothing is copied."""
-        found: Array = arrays[0][arrays[0].size - self.tail :]
+        found: Array = arrays[0][len(arrays[0]) - self.tail :]
         return found
 
 

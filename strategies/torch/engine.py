@@ -40,10 +40,9 @@ from strategies.torch.agreement import (
     settings_in_words,
 )
 from strategies.torch.data import CollatedBatch, shape_of_rows, tensors_of
-from strategies.torch.exchange.device import DeviceExchange
-from strategies.torch.exchange.host import HostExchange
+from strategies.torch.exchange.gradients import GradientExchange
 from strategies.torch.exchange.paths import path_for
-from strategies.torch.exchange.plan import GradientExchange, Parameter, Tail, TorchGradientPlan, check_gradients_on_all
+from strategies.torch.exchange.plan import Parameter, Tail, TorchGradientPlan, check_gradients_on_all
 from strategies.torch.hidden_values import HiddenValues
 from strategies.torch.options import TorchOptions, are_weighted, check_weights_supported
 from strategies.torch.replicas.buffers import BuffersHere
@@ -255,17 +254,15 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         """Plan how gradients travel, and allocate the memory of their means. Collective."""
         if are_weighted(names):
             check_weights_supported(self._training.module, self._options)
-        plan, count = self._gradient_plan(len(names)), self._replicas.num_replicas_in_sync
-        local, memory, communicator = self._local, self._training.memory_of_replicas, self._replicas.communicator
-        assert local is not None
-        rows = [one.of_trained for one in local.rows]
+        plan, memory = self._gradient_plan(len(names)), self._training.memory_of_replicas
+        communicator, checks = self._replicas.communicator, self._options.check_numerics
+        assert self._local is not None
+        rows = [one.of_trained for one in self._local.rows]
         insist_on_agreement(self._replicas, [{"metrics": ", ".join(names)}])
-        if self._path is not None:
-            first, checks = local.replicas.start, self._options.check_numerics
-            return DeviceExchange(plan, names, self._path, memory, communicator, rows, first, checks)
         # `grad` refers to means on the host, and programs write to it; a device gets copies.
-        allocate = private_memory if memory.is_on_host else communicator.allocate
-        return HostExchange(plan, names, communicator, count, rows, allocate, self._writes_over, memory.gpu)
+        on_host = private_memory if memory.is_on_host else communicator.allocate
+        allocate, over = on_host if self._path is None else not_made, self._writes_over
+        return GradientExchange(plan, names, self._replicas, memory, rows, self._path, allocate, over, checks)
 
     def _gradient_plan(self, metrics: int) -> TorchGradientPlan:
         """Return the plan of the gradients, given the number of metrics, and of the weight if there is one."""
@@ -380,14 +377,14 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
                 divisors.append(weight)
         means = exchange.means(*divisors)
         tail, flags = exchange.tail_and_flags(means, checks)
-        return tail, self._training.memory_of_replicas.put_means(means), flags if checks else None, has_weight
+        return tail, self._training.memory_of_replicas.put_means(means), flags, has_weight
 
     def _agreed_buffers(
         self, exchange: GradientExchange, tail: Tail, slots: Sequence[Sequence[Slot]]
     ) -> tuple[dict[int, torch.Tensor], frozenset[int]]:
         """Return new values of buffers, and the numbers of the buffers known to change. May be collective."""
         buffers = self._training.buffers
-        if isinstance(exchange, DeviceExchange) and exchange.is_of_one:
+        if exchange.is_of_one:
             here = BuffersHere(buffers, self._replicas, self._training.memory_of_replicas)
             return here.agreed(slots, exchange.changed, reads=not self._steps_made)
         found = buffers.agreed(tail.has_changed, slots, self._replicas)

@@ -65,6 +65,7 @@ def dtype_of(tensor: torch.Tensor) -> np.dtype:
     return as_array(torch.empty(0, dtype=tensor.dtype)).dtype
 
 
+@cache
 def torch_dtype(dtype: np.dtype) -> torch.dtype:
     """Return the PyTorch dtype for a dtype of NumPy or ml_dtypes."""
     return as_tensor(np.empty(0, dtype)).dtype
@@ -106,10 +107,15 @@ def complex_view(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else torch.view_as_complex(tensor)
 
 
-def copy_pairs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second tensor of each pair into the first, without waiting for a device. Autograd must be off."""
+def copy_pairs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], non_blocking: bool = False) -> None:
+    """Copy the second tensor of each pair into the first. Autograd must be off.
+
+    Args:
+        pairs: The tensors. If they are on one device, the call does not wait for it.
+        non_blocking: Whether not to wait for copies between a device and page-locked memory either.
+    """
     if pairs:
-        torch._foreach_copy_([into for into, _ in pairs], [one for _, one in pairs])
+        torch._foreach_copy_([into for into, _ in pairs], [one for _, one in pairs], non_blocking=non_blocking)
 
 
 def real_views(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -188,17 +194,6 @@ class TorchArithmetic(DeviceArithmetic):
             total = self.total(nodes, sums)
             divide([total], replicas)
             return total.to(torch_dtype(dtype))
-
-    @override
-    def means(
-        self,
-        nodes: Sequence[TreeNode],
-        sums: Sequence[Sequence[torch.Tensor]],
-        dtypes: Sequence[np.dtype],
-        replicas: int,
-    ) -> list[torch.Tensor]:
-        pairs = zip(zip(*sums, strict=True), dtypes, strict=True)
-        return [self.mean(nodes, of_buffer, dtype, replicas) for of_buffer, dtype in pairs]
 
 
 def _added(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -291,26 +286,19 @@ class ReplicaMemory:
     Attributes:
         device: The device of the replicas; the CPU if none was given.
         is_shared: Whether a device was given.
+        is_on_host: Whether replicas compute in the memory of the host.
+        gpu: The CUDA ordinal of the device; None for other devices.
         reads: The number of times that values were read from the device.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or HOST
         self.is_shared = device is not None
+        self.is_on_host: bool = self.device.type == HOST.type
+        self.gpu: int | None = None
+        if self.device.type == "cuda":
+            self.gpu = torch.cuda.current_device() if self.device.index is None else self.device.index
         self.reads = 0
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether replicas compute in the memory of the host."""
-        return bool(self.device.type == HOST.type)
-
-    @property
-    def gpu(self) -> int | None:
-        """The CUDA ordinal of the device; None for other devices."""
-        if self.device.type != "cuda":
-            return None
-        ordinal: int = torch.cuda.current_device() if self.device.index is None else self.device.index
-        return ordinal
 
     def read(self, values: torch.Tensor) -> np.ndarray:
         """Copy values from the device to the host. The call waits until the device has computed them."""

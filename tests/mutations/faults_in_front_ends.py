@@ -149,9 +149,9 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="a loop writes means over gradients before it knows whether all have the same plan",
-        path="strategies/torch/exchange/host.py",
-        old="        self._reduce_kept(last, self.buffers(last))",
-        new="        self.reduce(self.buckets[last], self.buffers(last))",
+        path="strategies/torch/exchange/gradients.py",
+        old="            self._reduce(last, self._kept[last], self.buffers(last))",
+        new="            self.reduce(self.buckets[last], self.buffers(last))",
         caught_by="tests/strategies/on_torch/test_means_over_gradients.py::test_gradients_are_exchanged_again_if_one_instance_makes_a_new_plan",
     ),
     Fault(
@@ -198,7 +198,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="gradients on a device that share memory are added to each other",
-        path="strategies/torch/exchange/plan.py",
+        path="strategies/torch/exchange/gradients.py",
         old="            if (address := gradient.data_ptr()) in seen:",
         new="            if (address := gradient.data_ptr()) in ():",
         caught_by="tests/strategies/on_torch/test_steps_on_a_device.py::test_gradients_in_one_memory_are_added_apart",
@@ -212,9 +212,9 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="16-bit gradients are divided by the loss scale in 16 bits",
-        path="strategies/torch/exchange/host.py",
-        old="wide = received.to(torch.promote_types(received.dtype, torch.float32)) if divisors else received",
-        new="wide = received",
+        path="strategies/torch/exchange/gradients.py",
+        old="one.to(torch.promote_types(one.dtype, torch.float32), copy=is_shared)",
+        new="one.to(one.dtype, copy=is_shared)",
         caught_by="tests/strategies/on_torch/test_torch_trainer.py::TestLossScaling::test_gradients_of_16_bits_are_divided_in_32",
     ),
     Fault(
@@ -395,9 +395,9 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="a loss scale is removed in 16 bits",
-        path="strategies/torch/exchange/host.py",
-        old="wide = wide / divisor",
-        new="wide = wide.to(received.dtype) / divisor",
+        path="strategies/torch/exchange/gradients.py",
+        old="                    divide([one for one in found if one is not None], divisor)",
+        new="                    found = [one if one is None else (one / divisor).half() for one in found]",
         caught_by="tests/strategies/on_torch/test_torch_updates.py::test_a_loss_scale_is_removed_in_32_bits_if_gradients_travel_in_16",
     ),
     Fault(
@@ -521,7 +521,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="a replica without a gradient sends the previous step's",
-        path="strategies/torch/exchange/host.py",
+        path="strategies/torch/exchange/contribution.py",
         old="                view.zero_()",
         new="                pass",
         caught_by="tests/strategies/on_torch/test_repeated_turns.py::test_a_parameter_without_a_gradient_adds_no_old_gradient",

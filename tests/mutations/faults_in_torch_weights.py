@@ -25,7 +25,7 @@ IN_TORCH_WEIGHTS = (
     ),
     Fault(
         name="the weights of an instance's replicas on a device are added without the last one",
-        path="strategies/torch/exchange/device.py",
+        path="strategies/torch/exchange/gradients.py",
         old="for one in self._tail_values], operator.add)",
         new="for one in self._tail_values[:-1]], operator.add)",
         caught_by=f"{_ONE_PROCESS}[on a device]",

@@ -30,7 +30,7 @@ from strategies.torch.distributed_model.passes import (
     is_returned,
     passes_over,
 )
-from strategies.torch.exchange.host import raise_gradient_came_twice
+from strategies.torch.exchange.gradients import raise_gradient_came_twice
 from strategies.torch.exchange.plan import Tail, TailValues, check_gradients_on_all
 from strategies.torch.options import TorchOptions, check_weight_with_sync_layers, weighted_loss, weighted_value
 from strategies.torch.replicas.generators import has_baton
@@ -251,13 +251,14 @@ class GradientAveraging:
 
     def _take(self, model_pass: ModelPass, number: int, gradient: torch.Tensor | None) -> None:
         assert self.parts.exchange is not None
-        self.parts.exchange.take(number, gradient)
+        self.parts.exchange.take([gradient], 0, number)
         model_pass.take(number)
 
     def reduce(self, bucket: int) -> None:
         """Exchange one bucket. Called in the exchange thread, or while that thread is idle. Collective."""
-        assert self.parts.exchange is not None
-        self.parts.exchange.reduce_early(bucket)
+        exchange = self.parts.exchange
+        assert exchange is not None
+        exchange.reduce(exchange.buckets[bucket], exchange.buffers(bucket))
 
     def fill(self, model_pass: ModelPass) -> None:
         """Take the gradients that were not taken during the backward pass. Called once, when the pass has ended."""
@@ -269,7 +270,7 @@ class GradientAveraging:
             return
         gradients = self._leaving(result.of(self.parts.named))
         if not exchange.plan.streams:
-            exchange.take_all(gradients)
+            exchange.take(gradients)
             return
         for number, gradient in enumerate(gradients):
             if number not in model_pass.taken:
@@ -338,9 +339,9 @@ class GradientAveraging:
                 of_each = [result.of(self.parts.named) for result in results]
                 if not is_taken:
                     for place, gradients in enumerate(of_each):
-                        exchange.take_all(self._leaving(gradients), place)
+                        exchange.take(self._leaving(gradients), place)
                     for bucket in range(len(exchange.plan.members) - 1):
-                        exchange.reduce_early(bucket)
+                        exchange.reduce(exchange.buckets[bucket], exchange.buffers(bucket))
                 pairs = zip(results, of_each, strict=True)
                 tail = exchange.finish([self._tail_values(*pair, is_active) for pair in pairs])
                 if not tail.metrics[1]:

@@ -15,10 +15,9 @@ from strategies.jax.comparing.agreement import digest_of, host_arrays
 from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.agreement import broadcast_order, hash_at_step, order_of, put_in_order, settings_differ
 from strategies.torch.distributed_model.passes import GradientHooks, Named
-from strategies.torch.exchange.device import DeviceExchange
-from strategies.torch.exchange.host import HostExchange
+from strategies.torch.exchange.gradients import GradientExchange
 from strategies.torch.exchange.paths import path_of_loops
-from strategies.torch.exchange.plan import GradientExchange, Parameter, Tail, TorchGradientPlan
+from strategies.torch.exchange.plan import Parameter, Tail, TorchGradientPlan
 from strategies.torch.options import TorchOptions, check_weighted_dtype
 from strategies.torch.replicas.buffers import ModelBuffers
 from strategies.torch.replicas.gradient_map import GroupRow
@@ -311,20 +310,20 @@ class AveragedParts:
 
     def _new_exchange(self) -> GradientExchange:
         """Return the exchange for the parameters of the plan. Collective."""
-        communicator, count = self._replicas.communicator, self._replicas.num_replicas_in_sync
+        replicas, memory = self._replicas, ReplicaMemory(self.device)
         parameters = tuple(Parameter.of(*one) for one in self.named)
         title = "gradients" if self.number == 1 else f"gradients of model {self.number}"
         plan = TorchGradientPlan(parameters, self._options.transfer, title=title)
-        if 1 < count == communicator.size:
+        rows: list[dict[int, GroupRow]] = [{} for _ in replicas.local_replicas]
+        if 1 < replicas.num_replicas_in_sync == replicas.communicator.size:
             late = "gradients on a device are exchanged when the backward pass has ended; leave stream_gradients out"
-            path = path_of_loops(self._replicas, self.device, late if self._options.stream_gradients else "")
+            path = path_of_loops(replicas, self.device, late if self._options.stream_gradients else "")
             if path is not None:
-                return DeviceExchange(plan, NAMES, path, ReplicaMemory(self.device), communicator)
+                return GradientExchange(plan, NAMES, replicas, memory, rows, path)
         tail = Tail.size(len(NAMES), len(parameters), len(self.slots))
-        whole = replace(plan, streams=self._options.streams_over(self._replicas), tail=tail)
-        rows: list[dict[int, GroupRow]] = [{} for _ in self._replicas.local_replicas]
-        gpu = ReplicaMemory(self.device).gpu
-        return HostExchange(whole, NAMES, communicator, count, rows, communicator.allocate, not whole.streams, gpu)
+        whole = replace(plan, streams=self._options.streams_over(replicas), tail=tail)
+        allocate = replicas.communicator.allocate
+        return GradientExchange(whole, NAMES, replicas, memory, rows, None, allocate, not whole.streams)
 
     def shared(self, means: MeanPassResult | None, root: int) -> MeanPassResult:
         """Return the means that the instance `root` has. Collective.

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NoReturn, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from strategies.core.agreement import Members, replicas_where
-from strategies.core.engine import Buffers
 from strategies.core.metrics import UnreadArray
 from strategies.core.options import weighted_means
 from strategies.errors import StrategyError
 from strategies.exchange.flat import FlatLayout, GradientTransfer, Shards
 from strategies.exchange.means import Allocate, Bucket
-from strategies.torch.options import are_weighted
-from strategies.torch.replicas.gradient_map import GroupRow
 from strategies.torch.tensors import dtype_of, real_view
 
 BUCKET_BYTES = 4 << 20
@@ -52,16 +48,16 @@ class GradientPlace:
 
     Attributes:
         bucket: The number of the bucket.
-        leaf: The number of the gradient in the bucket's layout.
         buffer: The number of the buffer in the bucket.
         start: The element of the buffer at which the gradient begins.
+        stop: The element after its last one.
         is_of_one: Whether the gradient has the buffer alone.
     """
 
     bucket: int
-    leaf: int
     buffer: int
     start: int
+    stop: int
     is_of_one: bool
 
 
@@ -117,7 +113,8 @@ class TorchGradientPlan:
         for bucket, (numbers, layout) in enumerate(zip(self.members, self.layouts, strict=True)):
             for leaf, number in enumerate(numbers):
                 where, start = layout.places[leaf]
-                found[number] = GradientPlace(bucket, leaf, where, start, layout.buffers[where].is_of_one)
+                stop = start + math.prod(layout.shapes[leaf])
+                found[number] = GradientPlace(bucket, where, start, stop, layout.buffers[where].is_of_one)
         return tuple(found[number] for number in range(len(self.parameters)))
 
     def buckets(self, allocate: Allocate, writes_over: bool) -> list[Bucket]:
@@ -204,116 +201,11 @@ class TailValues:
     @property
     def values(self) -> list[float]:
         """The values of the tail, after waiting for the device."""
-        metrics, changed = map(float, self.metrics), map(float, self.has_changed)
-        return [*metrics, self.notice, self.settings, self.settings**2, *self.has_gradient, *changed]
+        return [*map(float, self.metrics), *self.numbers(map(float, self.has_changed))]
 
-
-class GradientExchange(ABC):
-    """An exchange of gradients for one plan and the present instances. The order of calls is the same on all instances.
-
-    A `Trainer` takes the gradients of each local replica, and tells its numbers. Then it reduces each bucket, and asks
-    for the weight, the means and the tail. A loop of the program takes gradients, calls `finish`, then `give`. If the
-    tail shows that the means cannot be used, no instance calls `give`. If a call raises, the step has no means.
-
-    Attributes:
-        plan: The plan of the gradients.
-        names: The names of the metrics in the tail.
-        is_weighted: Whether losses have weights.
-        buckets: The buckets, with the memory of the exchange.
-    """
-
-    buckets: Sequence[Bucket]
-
-    def __init__(self, plan: TorchGradientPlan, names: tuple[str, ...], rows: Sequence[Mapping[int, GroupRow]]) -> None:
-        self.plan, self.names, self._rows = plan, names, rows
-        self.is_weighted = are_weighted(names)
-
-    # ---- the gradients of local replicas
-
-    def take(self, number: int, gradient: torch.Tensor | None, place: int = 0) -> None:
-        """Take one gradient while the backward pass runs, None for zeros. The caller must not change it any more.
-
-        Raises:
-            StrategyError: If the gradient is sparse.
-        """
-        raise AssertionError("gradients on a device are exchanged at the end of the backward pass")
-
-    @abstractmethod
-    def take_all(self, gradients: Sequence[torch.Tensor | None], place: int = 0) -> None:
-        """Take all gradients of a local replica, in the order of the parameters, None for zeros.
-
-        Args:
-            gradients: The gradients. The caller must not change them any more.
-            place: The place of the replica among the local replicas.
-
-        Raises:
-            StrategyError: If a gradient is sparse.
-        """
-
-    def _raise_sparse(self, number: int) -> NoReturn:
-        raise StrategyError(
-            f"the gradient of {self.plan.parameters[number].name} is sparse, but only dense ones can be averaged; "
-            "construct its layer with sparse=False"
-        )
-
-    @abstractmethod
-    def set_tail(self, tail_values: TailValues, place: int = 0) -> None:
-        """Set the numbers behind a replica's gradients, after all of its gradients were taken."""
-
-    @abstractmethod
-    def buffers(self, bucket: int) -> Buffers:
-        """Return the buffers of the local replicas for a bucket."""
-
-    @abstractmethod
-    def is_finite(self, place: int, number: int) -> bool:
-        """Return whether a gradient of a local replica is finite. Valid until the gradients are released."""
-
-    @abstractmethod
-    def give_back(self) -> None:
-        """Release the gradients of the step."""
-
-    @abstractmethod
-    def let_go(self) -> None:
-        """Drop the means of the last step."""
-
-    # ---- means
-
-    @abstractmethod
-    def reduce(self, bucket: Bucket, contributions: Buffers) -> None:
-        """Compute the means of a bucket from the buffers of the local replicas. Collective."""
-
-    @property
-    @abstractmethod
-    def weight(self) -> float | None:
-        """The mean weight of the losses; None if they have no weights. May wait for the device."""
-
-    @abstractmethod
-    def means(self, *divisors: float) -> Sequence[torch.Tensor | None]:
-        """Return the mean gradients, divided, in the dtypes of their parameters; valid until the next step.
-
-        If means are sharded, they are this instance's shards.
-
-        Args:
-            divisors: Numbers by which to divide, one after another: the loss scale and the mean weight of losses.
-        """
-
-    @abstractmethod
-    def tail_and_flags(self, means: Sequence[torch.Tensor | None], checks: bool) -> tuple[Tail, np.ndarray]:
-        """Return the tail, and for each mean whether it is not finite. Without `checks`, all means count as finite."""
-
-    # ---- in a loop of the program
-
-    def reduce_early(self, bucket: int) -> None:
-        """Exchange a bucket other than the last one, whose gradients were taken. Collective."""
-        self.reduce(self.buckets[bucket], self.buffers(bucket))
-
-    @abstractmethod
-    def finish(self, tail_values: Sequence[TailValues]) -> Tail:
-        """Exchange the last bucket and the numbers of each local replica, and return their means. Collective."""
-
-    @abstractmethod
-    def give(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Replace each gradient of the first local replica by its mean, in place; None leaves one out. Collective."""
+    def numbers(self, changed: Iterable[float]) -> list[float]:
+        """Return the values behind the metrics, given the numbers of `has_changed`."""
+        return [self.notice, self.settings, self.settings**2, *self.has_gradient, *changed]
 
 
 def check_gradients_on_all(
@@ -344,13 +236,3 @@ def check_gradients_on_all(
             f"the loss of every replica depend on it, if only by 0 * parameter.sum(){more}; or count the missing "
             'gradients as zeros, as missing_gradients="zero" does'
         )
-
-
-def separate(gradients: list[torch.Tensor | None]) -> None:
-    """Give each gradient memory of its own, because autograd may give the same tensor to two parameters."""
-    seen: set[int] = set()
-    for number, gradient in enumerate(gradients):
-        if gradient is not None and gradient.layout is torch.strided and gradient.numel():
-            if (address := gradient.data_ptr()) in seen:
-                gradients[number] = gradient.clone()
-            seen.add(address)

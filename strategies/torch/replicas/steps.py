@@ -20,8 +20,8 @@ from strategies.jax.replicas.devices import THREADS
 from strategies.jax.replicas.replicas import Replicas
 from strategies.pipelines.running.driver import raise_first
 from strategies.torch.data import parts_of
-from strategies.torch.exchange.host import raise_gradient_came_twice
-from strategies.torch.exchange.plan import GradientExchange, TailValues
+from strategies.torch.exchange.gradients import GradientExchange, raise_gradient_came_twice
+from strategies.torch.exchange.plan import TailValues
 from strategies.torch.options import TorchOptions
 from strategies.torch.pipelines.run import PipelineRun
 from strategies.torch.replicas.gradient_map import ReplicaRows
@@ -224,7 +224,7 @@ class LocalReplicas:
             if streamed is not None and place == last:
                 streamed.rest(gradients)
             else:
-                exchange.take_all(gradients, place)
+                exchange.take(gradients, place)
             seen, changes, notice = results.seen, results.changes, inputs.notice
             exchange.set_tail(TailValues(passes.values, inputs.settings, seen, changes, notice, passes.weight), place)
 
@@ -388,7 +388,7 @@ class StreamedGradients:
 
     def _take(self, number: int, gradient: torch.Tensor | None) -> None:
         self._taken[number], self.seen[number] = True, gradient is not None
-        self._exchange.take(number, gradient, self._place)
+        self._exchange.take([gradient], self._place, number)
         bucket = self._exchange.plan.places[number].bucket
         self._missing[bucket] -= 1
         if not self._missing[bucket] and bucket != len(self._missing) - 1:

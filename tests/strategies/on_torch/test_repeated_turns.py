@@ -11,9 +11,10 @@ from torch_modules import distributed, sgd_trainer
 import strategies
 from strategies import StrategyError
 from strategies.exchange.flat import GradientTransfer, private_memory
-from strategies.torch.exchange.host import HostExchange
+from strategies.torch.exchange.gradients import GradientExchange
 from strategies.torch.exchange.plan import BUCKET_BYTES, Parameter, TorchGradientPlan
 from strategies.torch.replicas.steps import StreamedGradients
+from strategies.torch.tensors import ReplicaMemory
 
 
 def steps(strategy, loss, module=None, count=1, **options):
@@ -182,7 +183,8 @@ ROWS = BUCKET_BYTES // 4  # of one float32 each
 
 def exchange_of_one(plan):
     """Return the exchange of one of two replicas."""
-    return HostExchange(plan, (), None, 2, [{}], private_memory)
+    replicas = strategies.IPUStrategy(2).replicas
+    return GradientExchange(plan, (), replicas, ReplicaMemory(), [{}], allocate=private_memory)
 
 
 def test_a_bucket_is_ready_after_its_last_gradient():
@@ -215,7 +217,7 @@ def test_a_parameter_without_a_gradient_adds_no_old_gradient():
         parameters = tuple(Parameter(f"p{n}", shape, np.dtype(np.float32)) for n, shape in enumerate(shapes))
         exchange = exchange_of_one(TorchGradientPlan(parameters, GradientTransfer(), streams=False, tail=0))
         for gradients in ([torch.ones(shape)[:] for shape in shapes], [None] * len(shapes)):
-            exchange.take_all(gradients)
+            exchange.take(gradients)
             found = sum(array.sum() for [array] in exchange.buffers(0))
         assert found == 0
 

@@ -22,7 +22,7 @@ from strategies.defaults import Defaults
 from strategies.errors import NonFiniteGradientError
 from strategies.exchange.flat import GradientTransfer
 from strategies.exchange.window_path import LocalPath
-from strategies.torch.exchange.device import DeviceExchange
+from strategies.torch.exchange.gradients import GradientExchange
 from strategies.torch.exchange.plan import Parameter, TailValues, TorchGradientPlan
 from strategies.torch.tensors import ReplicaMemory, TorchArithmetic
 
@@ -107,14 +107,14 @@ def device_exchange(replicas, *names):
     """Return the exchange of gradients of two numbers each, for one instance with all replicas."""
     parameters = tuple(Parameter(name, (2,), torch.zeros(0).numpy().dtype) for name in names)
     plan = TorchGradientPlan(parameters, GradientTransfer(), tail=1)
-    path, rows = LocalPath(replicas, TorchArithmetic()), [{}] * replicas
-    return DeviceExchange(plan, ("loss",), path, ReplicaMemory(CPU), None, rows)
+    of_all, path = strategies.IPUStrategy(replicas).replicas, LocalPath(replicas, TorchArithmetic())
+    return GradientExchange(plan, ("loss",), of_all, ReplicaMemory(CPU), [{}] * replicas, path)
 
 
 def test_sums_begin_as_soon_as_both_parts_are_ready():
     alive, exchange = [], device_exchange(8, "a")
     for replica in range(6):
-        exchange.take_all([torch.full((2,), float(replica))], replica)
+        exchange.take([torch.full((2,), float(replica))], replica)
         exchange.set_tail(TailValues([torch.zeros((), dtype=torch.float64)], 0, [True], []), replica)
         alive.append(len(exchange._nodes))
     assert alive == [1, 1, 2, 1, 2, 2]
@@ -134,7 +134,7 @@ def test_the_plan_of_the_memory_has_the_sums_that_are_alive(replicas, sets):
 
 def test_gradients_in_one_memory_are_added_apart():
     exchange, gradient = device_exchange(1, "a", "b"), torch.ones(2)
-    exchange.take_all([gradient, gradient])
+    exchange.take([gradient, gradient])
     exchange.set_tail(TailValues([torch.zeros((), dtype=torch.float64)], 0, [True, True], []))
     [one], [other], _ = exchange.buffers(0)
     assert one.data_ptr() != other.data_ptr()

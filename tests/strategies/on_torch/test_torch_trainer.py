@@ -479,7 +479,7 @@ class TestRefusals:
 
         trainer, batch = sgd_trainer(2, new_module("mlp"), loss_fn), data(8)
         with monkeypatch.context() as patch:
-            patch.setattr("strategies.torch.engine.HostExchange", fail)
+            patch.setattr("strategies.torch.engine.GradientExchange", fail)
             with pytest.raises(ZeroDivisionError):
                 trainer.step(batch)
         assert trainer.step(batch)["loss"] > 0
