@@ -18,11 +18,10 @@ from functools import partial
 from types import CellType, CodeType, FunctionType
 from typing import TypeGuard
 
-import numpy as np
 import torch
 
 from collectives import Communicator
-from strategies.core.agreement import broadcast_text
+from strategies.core.agreement import broadcast_bytes, broadcast_text
 from strategies.core.journal import Recorded
 from strategies.core.survival import collectively
 from strategies.jax.replicas.replicas import Replicas
@@ -78,12 +77,7 @@ def gather_bytes(communicator: Communicator, data: bytes, name: str) -> list[byt
         data: The bytes of this rank, at least one.
         name: The name of the call in messages.
     """
-    own = np.frombuffer(data, np.uint8)
-    sizes = communicator.all_gather(np.array([own.size]), name=f"sizes of {name}").reshape(-1)
-    padded = np.zeros(int(sizes.max()), np.uint8)
-    padded[: own.size] = own
-    gathered = communicator.all_gather(padded, name=name)
-    return [one[:size].tobytes() for one, size in zip(gathered, sizes, strict=True)]
+    return [broadcast_bytes(communicator, data, root, name) for root in range(communicator.size)]
 
 
 def agree_on_order(replicas: Replicas, module: torch.nn.Module) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, TimeoutError
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,9 @@ class GroupWork(Work):
         title: Operation, for messages.
         action: Function that carries the operation out; returns the number of the sending rank, or None.
         results: Tensors that hold the result afterwards; they are the value of the future.
+
+    Attributes:
+        ended: The end of the operation; its value is the number of the sending rank, if there is one.
     """
 
     def __init__(self, title: str, action: Callable[[], int | None], results: list[torch.Tensor]) -> None:
@@ -35,26 +39,19 @@ class GroupWork(Work):
         self.title = title
         self._action: Callable[[], int | None] | None = action
         self._results = results
-        self._end: Future[int | None] = Future()  # its value is the number of the sending rank
+        self.ended: Future[int | None] = Future()
         self._made_in = forks.generation
 
     def run(self) -> None:
         """Carry the operation out; `wait` raises its error."""
+        action, self._action = self._action, None
+        assert action is not None
         try:
-            assert self._action is not None
-            source = self._action()
+            source = action()
         except BaseException as error:  # raised by `wait`, in the caller's thread
-            self.end(error=error)
+            self.ended.set_exception(error)
         else:
-            self.end(source)
-
-    def end(self, source: int | None = None, error: BaseException | None = None) -> None:
-        """Note the end of the operation."""
-        self._action = None
-        if error is None:
-            self._end.set_result(source)
-        else:
-            self._end.set_exception(error)
+            self.ended.set_result(source)
 
     @override
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
@@ -66,9 +63,9 @@ class GroupWork(Work):
         """
         forks.refuse_in_child(self._made_in, "the process that has begun the operation")
         try:
-            self._end.result(timeout.total_seconds() if timeout > NO_LIMIT else None)
+            self.ended.result(timeout.total_seconds() if timeout > NO_LIMIT else None)
         except TimeoutError:
-            if self._end.done():
+            if self.ended.done():
                 raise  # the error of the operation
             raise CollectiveTimeoutError(
                 f"{self.title} has not ended after the timeout of {timeout.total_seconds():g} s that wait was given; "
@@ -82,15 +79,15 @@ class GroupWork(Work):
 
     def is_completed(self) -> bool:
         """Return whether the operation has ended, with or without an error."""
-        return self._end.done()
+        return self.ended.done()
 
     def is_success(self) -> bool:
         """Return whether the operation has ended without an error."""
-        return self._end.done() and self._end.exception() is None
+        return self.ended.done() and self.ended.exception() is None
 
     def exception(self) -> BaseException | None:
         """Return the error of the operation, or None."""
-        return self._end.exception() if self._end.done() else None
+        return self.ended.exception() if self.ended.done() else None
 
     def result(self) -> list[torch.Tensor]:
         """Return the tensors of the result, once the operation has ended."""
@@ -99,7 +96,7 @@ class GroupWork(Work):
 
     def source_rank(self) -> int:
         """Return the rank in the group from which the tensor was received."""
-        if not self.is_success() or (source := self._end.result()) is None:
+        if not self.is_success() or (source := self.ended.result()) is None:
             raise ValueError(f"{self.title} has received nothing, so it has no source")
         return source
 
@@ -112,7 +109,7 @@ class GroupWork(Work):
         An error in a callback, unlike one that is set, is an error also where C++ code waits for the future.
         """
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-        self._end.add_done_callback(lambda _: future.set_result(self._results))
+        self.ended.add_done_callback(lambda _: future.set_result(self._results))
         return future.then(self._value)
 
     def _value(self, _: object) -> list[torch.Tensor]:
@@ -211,8 +208,6 @@ class TensorMessage:
         work: Ends when the memory may be changed, or when it has the message. If a message of another size or dtype
             arrives, it ends with a `LayoutMismatchError`.
         is_sent: Whether this rank sends it.
-        parts: The header and the pieces that are on their way.
-        transfers: Their transfers, which keep their order.
     """
 
     data: np.ndarray
@@ -221,52 +216,32 @@ class TensorMessage:
     tag: int
     work: GroupWork
     is_sent: bool
-    parts: Sequence[np.ndarray] = ()
-    transfers: deque[Transfer] = field(default_factory=deque)
 
     def takes(self, source: int, tag: int) -> bool:
         """Return whether a message of `source` with `tag` is meant for this receive."""
         return self.tag == tag and self.other in (None, source)
 
+    def deliver(self, source: int, data: np.ndarray, dtype: str) -> None:
+        """End this receive with a message of `source`, which has arrived."""
+        if (data.size, dtype) != (self.data.size, self.dtype):
+            error = LayoutMismatchError(
+                f"rank {source} sent {data.size} bytes of {dtype} with tag {self.tag}, but the tensor of recv has "
+                f"{self.data.size} bytes of {self.dtype}; send and receive tensors of equal shape and dtype"
+            )
+            self.work.ended.set_exception(error)
+            return
+        if data is not self.data:
+            np.copyto(self.data, data)
+        self.work.ended.set_result(source)
 
-@dataclass(eq=False)
-class _IncomingMessage:
-    """The next message of a rank: its header, one element of `_HEADER` in bytes, then its pieces.
 
-    Attributes:
-        source: The rank.
-        header: The memory of the header.
-        transfers: The transfers of the header; later those of the pieces.
-        data: The memory of the pieces; None while the header arrives.
-        receive: The receive to which this memory belongs; None: it is new.
-    """
+class _UnaskedMessage(NamedTuple):
+    """A message that has arrived before a receive that takes it."""
 
     source: int
-    header: np.ndarray
-    transfers: deque[Transfer]
-    data: np.ndarray | None = None
-    receive: TensorMessage | None = None
-
-    @property
-    def facts(self) -> tuple[int, int, str]:
-        """The tag, the number of bytes and the dtype, once the header has arrived."""
-        tag, nbytes, dtype = self.header.view(_HEADER)[0].item()
-        return tag, nbytes, dtype.decode()
-
-    def deliver(self, receive: TensorMessage) -> None:
-        """Give the message, which has arrived, to a receive."""
-        tag, nbytes, dtype = self.facts
-        if (nbytes, dtype) != (receive.data.size, receive.dtype):
-            receive.work.end(
-                error=LayoutMismatchError(
-                    f"rank {self.source} sent {nbytes} bytes of {dtype} with tag {tag}, but the tensor of recv has "
-                    f"{receive.data.size} bytes of {receive.dtype}; send and receive tensors of equal shape and dtype"
-                )
-            )
-            return
-        if self.data is not None and self.data is not receive.data:
-            np.copyto(receive.data, self.data)
-        receive.work.end(self.source)
+    tag: int
+    data: np.ndarray
+    dtype: str
 
 
 class Messages:
@@ -284,10 +259,11 @@ class Messages:
         self._watch = watch
         self._changes = threading.Condition()
         self._new: list[TensorMessage] = []
-        self._sending: list[TensorMessage] = []
+        self._sending: dict[TensorMessage, Iterator[bool]] = {}
         self._receiving: list[TensorMessage] = []
-        self._incoming: dict[int, _IncomingMessage] = {}  # by source
-        self._unasked: list[_IncomingMessage] = []
+        self._incoming = [self._messages_of(source) for source in range(link.size)]
+        self._arriving: dict[int, TensorMessage | None] = {}  # the receives whose data are on their way, by source
+        self._unasked: list[_UnaskedMessage] = []
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -341,88 +317,85 @@ class Messages:
         with self._changes:
             new, self._new = self._new, []
             for message in new:
-                self._start(message)
+                if message.is_sent:
+                    self._sending[message] = self._parts_of(message)
+                elif not self._take_unasked(message):
+                    self._receiving.append(message)
             self._changes.notify_all()
-        if sent := [each for each in self._sending if _all_done(each.transfers)]:
+        if sent := [each for each, parts in self._sending.items() if next(parts, True)]:
             for each in sent:
-                each.work.end()
+                each.work.ended.set_result(None)
             with self._changes:
-                self._sending = [each for each in self._sending if each not in sent]
+                for each in sent:
+                    del self._sending[each]
                 self._changes.notify_all()
-        moved = [self._hear(source) for source in self._awaited()]
+        moved = [next(self._incoming[source]) for source in self._awaited()]
         return bool(new or sent or any(moved))
 
-    def _start(self, message: TensorMessage) -> None:
-        if message.other is None or not message.is_sent:
-            if not self._take_unasked(message):
-                self._receiving.append(message)
-            return
+    def _parts_of(self, message: TensorMessage) -> Iterator[bool]:
+        """Send a header and the pieces of a message; yield False until all are sent."""
+        assert message.other is not None
         header = np.array([(message.tag, message.data.size, message.dtype)], _HEADER).view(np.uint8)
-        message.parts = [header, *self._pieces(message.data)]
-        message.transfers = deque(self._link.send(part, message.other, EXCHANGE) for part in message.parts)
-        self._sending.append(message)
+        parts = [header, *self._pieces(message.data)]
+        yield from _unfinished([self._link.send(part, message.other, EXCHANGE) for part in parts])
+
+    def _messages_of(self, source: int) -> Iterator[bool]:
+        """Receive the messages of a rank, one after another; yield whether one has arrived.
+
+        The data arrive in the memory of the receive that takes them, or in new memory.
+        """
+        while True:
+            header = np.empty(_HEADER.itemsize, np.uint8)
+            yield from _unfinished([self._link.receive(header, source, EXCHANGE)])
+            tag, nbytes, octets = header.view(_HEADER)[0].item()
+            dtype, receive = octets.decode(), next((one for one in self._receiving if one.takes(source, tag)), None)
+            if receive is not None and (receive.data.size, receive.dtype) == (nbytes, dtype):
+                self._receiving.remove(receive)
+                data = receive.data
+            else:
+                receive, data = None, np.empty(nbytes, np.uint8)
+            self._arriving[source] = receive
+            yield from _unfinished([self._link.receive(piece, source, EXCHANGE) for piece in self._pieces(data)])
+            del self._arriving[source]
+            if receive is not None:
+                receive.deliver(source, data, dtype)
+            else:
+                self._unasked.append(_UnaskedMessage(source, tag, data, dtype))
+                self._receiving = [each for each in self._receiving if not self._take_unasked(each)]
+            yield True
 
     def _pieces(self, data: np.ndarray) -> list[np.ndarray]:
         most = self._link.sizes.longest_message_bytes
         return [data[start : start + most] for start in range(0, data.size, most)]
 
     def _take_unasked(self, receive: TensorMessage) -> bool:
-        arrived = next((one for one in self._unasked if receive.takes(one.source, one.facts[0])), None)
-        if arrived is None:
-            return False
-        self._unasked.remove(arrived)
-        arrived.deliver(receive)
-        return True
+        for arrived in self._unasked:
+            if receive.takes(arrived.source, arrived.tag):
+                self._unasked = [one for one in self._unasked if one is not arrived]
+                receive.deliver(arrived.source, arrived.data, arrived.dtype)
+                return True
+        return False
 
     def _awaited(self) -> set[int]:
         """Return the ranks from which a message is awaited, or has begun to arrive."""
-        found = {source for source, incoming in self._incoming.items() if incoming.data is not None}
+        found = set(self._arriving)
         for each in self._receiving:
             found |= set(range(self._link.size)) - {self._link.rank} if each.other is None else {each.other}
         return found
-
-    def _hear(self, source: int) -> bool:
-        """Move the next message of a rank forward; return whether it has arrived."""
-        if (incoming := self._incoming.get(source)) is None:
-            header = np.empty(_HEADER.itemsize, np.uint8)
-            transfer = self._link.receive(header, source, EXCHANGE)
-            incoming = self._incoming[source] = _IncomingMessage(source, header, deque([transfer]))
-        if _all_done(incoming.transfers) and incoming.data is None:
-            self._expect_data(incoming)
-        if not _all_done(incoming.transfers):
-            return False
-        del self._incoming[source]
-        if incoming.receive is None:
-            self._unasked.append(incoming)
-            self._receiving = [each for each in self._receiving if not self._take_unasked(each)]
-        else:
-            incoming.deliver(incoming.receive)
-        return True
-
-    def _expect_data(self, incoming: _IncomingMessage) -> None:
-        """Let the data arrive in the memory of the receive that takes them, or in new memory."""
-        tag, nbytes, dtype = incoming.facts
-        found = next((each for each in self._receiving if each.takes(incoming.source, tag)), None)
-        if found is not None and (found.data.size, found.dtype) == (nbytes, dtype):
-            self._receiving.remove(found)
-            incoming.receive, incoming.data = found, found.data
-        else:
-            incoming.data = np.empty(nbytes, np.uint8)
-        pieces = self._pieces(incoming.data)
-        incoming.transfers = deque(self._link.receive(piece, incoming.source, EXCHANGE) for piece in pieces)
 
     def _fail(self, error: BaseException) -> None:
         with self._changes:
             self._error = error
             self._changes.notify_all()
-            pending = [*self._new, *self._sending, *self._receiving]
+            pending = [*self._new, *self._sending, *self._receiving, *self._arriving.values()]
             self._new = []
-        pending += [each.receive for each in self._incoming.values() if each.receive is not None]
         for each in pending:
-            each.work.end(error=error)
+            if each is not None:
+                each.work.ended.set_exception(error)
 
 
-def _all_done(transfers: deque[Transfer]) -> bool:
-    while transfers and transfers[0].done():
-        transfers.popleft()
-    return not transfers
+def _unfinished(transfers: Sequence[Transfer]) -> Iterator[bool]:
+    """Yield False until all transfers have ended."""
+    for transfer in transfers:
+        while not transfer.done():
+            yield False
