@@ -104,7 +104,7 @@ class GradientExchange:
         self._checks = checks and path is not None
         device = None if path is None else memory.device
         self._device = device or HOST
-        self._contributions = [Contribution(plan, of_replica, device) for of_replica in rows]
+        self._contributions = [Contribution(plan, of_replica, device, memory.gpu is not None) for of_replica in rows]
         self.buckets = plan.buckets(allocate, writes_over)
         self._numbers = {bucket.name: number for number, bucket in enumerate(self.buckets)}
         all_over, passes = path is not None or self._is_alone, writes_over and plan.shards is None
@@ -114,8 +114,7 @@ class GradientExchange:
         ]
         pairs = zip(self.buckets, self._over, strict=True)
         self._kept = [[one for one in (*bucket.whole, *bucket.in_parts) if one not in over] for bucket, over in pairs]
-        places = enumerate(plan.places)
-        self._passing = frozenset(number for number, place in places if place.buffer in self._over[place.bucket])
+        self._passing = {number for number, one in enumerate(plan.places) if one.buffer in self._over[one.bucket]}
         self._means = Means(self._communicator)
         self._dtypes = [torch_dtype(parameter.dtype) for parameter in plan.parameters]
         self._travelling = [torch_dtype(plan.transfer.dtype_of(parameter.dtype)) for parameter in plan.parameters]
@@ -179,18 +178,22 @@ class GradientExchange:
         """
         last, own = len(self.buckets) - 1, self._contributions[place]
         if self._path is None:
-            self._tail_in([own.buffer(last, 0)])[:] = tail_values.values
+            self._tail_in([own.buffer(last, 0)])[:] = [*map(float, tail_values.facts)]
             return
         self._tail_values.append(tail_values)
-        metrics = torch.stack([one for one in tail_values.metrics if isinstance(one, torch.Tensor)]).float()
         if self._is_alone:
-            self._results[last][0] = metrics
+            buffers = [torch.empty(self.plan.tail, dtype=torch.float32, device=self._device)]
+        else:
+            buffers = [one for [one] in self._buffers_of([own], last)]
+        tail, facts = self._tail_in(buffers), [*enumerate(tail_values.facts[: self.plan.tail])]
+        with torch.no_grad():
+            if not self.is_of_one:  # the host knows some of them
+                known = [0.0 if isinstance(one, torch.Tensor) else one for _, one in facts]
+                tail.copy_(put(torch.tensor(known, dtype=torch.float32), self._device))
+            copy_pairs([(tail[number], one) for number, one in facts if isinstance(one, torch.Tensor)])
+        if self._is_alone:
+            self._results[last][0] = tail
             return
-        buffers = [one for [one] in self._buffers_of([own], last)]
-        tail = self._tail_in(buffers)
-        tail[: len(metrics)].copy_(metrics)
-        if not self.is_of_one:
-            self._set_rest(tail_values, tail[len(metrics) :])
         own.release()
         self._nodes.append(TreeNode(self._first + place, self._first + place + 1))
         self._sums.append(buffers)
@@ -198,15 +201,6 @@ class GradientExchange:
             pairs = zip(*self._sums[-2:], strict=True)
             total = [TorchArithmetic().total(self._nodes[-2:], pair) for pair in pairs]
             self._nodes[-2:], self._sums[-2:] = [found], [total]
-
-    def _set_rest(self, tail_values: TailValues, tail: torch.Tensor) -> None:
-        """Write all numbers of a replica but its metrics; those on the device replace zeros."""
-        on_device = [(n, one) for n, one in enumerate(tail_values.has_changed) if isinstance(one, torch.Tensor)]
-        changed = [0.0 if isinstance(one, torch.Tensor) else one for one in tail_values.has_changed]
-        known = tail_values.numbers(changed)
-        tail.copy_(put(torch.tensor(known, dtype=torch.float32), self._memory.device))
-        for number, one in on_device:
-            tail[len(known) - len(changed) + number].copy_(one)
 
     def _parent(self, path: DevicePath) -> TreeNode | None:
         """Return the parent node of the last two sums if a node of the path covers it; otherwise None."""
@@ -225,8 +219,6 @@ class GradientExchange:
         """Return the buffers of the local replicas for a bucket; on a device their sums, once."""
         if self._path is None:
             return self._buffers_of(self._contributions, bucket)
-        if self._is_alone:
-            return [[one] for one in (*self._alone, self._results[0][0])]
         found = [list(of_buffer) for of_buffer in zip(*self._sums, strict=True)]
         self._nodes, self._sums = [], []
         return found
@@ -368,7 +360,7 @@ class GradientExchange:
                 self.set_tail(own, place)
             self._reduce(last, self._kept[last], self.buffers(last))
             return self._known_tail()
-        values = [np.array(own.values, np.float32) for own in tail_values]
+        values = [np.array([*map(float, own.facts)], np.float32) for own in tail_values]
         return self._tail_of(self._communicator.ordered_all_reduce(values, op="mean", name=f"{self.plan.title}/tail"))
 
     def give(self, gradients: Sequence[torch.Tensor | None]) -> None:

@@ -199,13 +199,9 @@ class TailValues:
     weight: float | None = None
 
     @property
-    def values(self) -> list[float]:
-        """The values of the tail, after waiting for the device."""
-        return [*map(float, self.metrics), *self.numbers(map(float, self.has_changed))]
-
-    def numbers(self, changed: Iterable[float]) -> list[float]:
-        """Return the values behind the metrics, given the numbers of `has_changed`."""
-        return [self.notice, self.settings, self.settings**2, *self.has_gradient, *changed]
+    def facts(self) -> list[Fact]:
+        """All values, in the order in which they travel."""
+        return [*self.metrics, self.notice, self.settings, self.settings**2, *self.has_gradient, *self.has_changed]
 
 
 def check_gradients_on_all(
