@@ -8,12 +8,13 @@ bits are the same as without a pipeline, because micro-batches keep their order 
 
 from __future__ import annotations
 
+import sys
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
@@ -27,110 +28,38 @@ from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timet
 from strategies.torch.pipelines.stages import BufferUses, DiscoveredStages, TorchPipeline, watching
 from strategies.torch.replicas.generators import drawing_in_thread, seed_generators
 
-_LEAF, _NOWHERE = -1, -2
-_MOST_SHAPES = 64
 
-
-@dataclass(frozen=True)
-class RecordedGraph:
-    """The nodes that autograd reaches from a loss, numbered.
-
-    Attributes:
-        nodes: The nodes in the order in which `recorded` has met them. Node 0 has computed the loss.
-        shape: A value that is equal for two graphs if nodes with the same number have the same parameter, or were
-            recorded in the same stage, have the same edges, and were recorded in the same order.
-        parts: For each node that belongs to no parameter, one more than its stage; 0 before the first stage.
-        order: The numbers of these nodes in the order of recording: a node comes after all nodes that it leads to.
-    """
-
-    nodes: Sequence[Node]
-    shape: tuple[int, ...]
-    parts: Mapping[int, int]
-    order: Sequence[int]
-
-    def stage(self, number: int) -> int:
-        """Return the stage in which a node was recorded; 0 for a node recorded before the first stage."""
-        return max(self.parts[number] - 1, 0)
-
-    @property
-    def firsts(self) -> Mapping[int, int]:
-        """The number of the first node that autograd reaches in each stage: the one that was recorded last."""
-        return {self.stage(number): number for number in self.order if self.parts[number]}
-
-    def record_uses(self, stages: DiscoveredStages) -> None:
-        """Record which stages use a parameter.
-
-        Raises:
-            StrategyError: If stages share a parameter that they cannot share.
-        """
-        for number in reversed(self.order):
-            for following, _ in self.nodes[number].next_functions:
-                if (parameter := getattr(following, "variable", None)) is not None:
-                    stages.use(parameter, self.stage(number))
-
-
-def recorded(loss: torch.Tensor, begins: Sequence[int]) -> RecordedGraph:
-    """Return the graph of a loss.
+def entries_of(loss: torch.Tensor, begins: Sequence[int], stages: DiscoveredStages) -> dict[int, Node]:
+    """Return the first node that the backward pass of a loss reaches in each stage: the one that was recorded last.
 
     Args:
         loss: The loss.
         begins: Autograd's sequence numbers at which the stages begin.
+        stages: The stages, to record the parameters that they use.
 
     Raises:
-        StrategyError: If the loss is a parameter, which no node has computed.
+        StrategyError: If the loss is a parameter, which no node has computed, or stages share a parameter that they
+            cannot share.
     """
     if loss.grad_fn is None:
         raise StrategyError(
             f"the loss is a parameter of shape {list(loss.shape)}, but a pipeline's stages must compute it; return a "
             "value computed from the parameter, as 1 * loss"
         )
-    nodes = [loss.grad_fn]
-    numbers, shape = {nodes[0]: 0}, [loss.output_nr]
-    sequence: dict[int, int] = {}
-    parts: dict[int, int] = {}
-    for number, node in enumerate(nodes):  # grows on the way
-        if (parameter := getattr(node, "variable", None)) is not None:
-            shape += (_LEAF, id(parameter))
-            continue
-        sequence[number] = recorded_at = node._sequence_nr()
-        parts[number] = part = bisect_right(begins, recorded_at)
-        edges = node.next_functions
-        shape += (part, len(edges))
-        for following, place in edges:
-            if following is None:
-                shape.append(_NOWHERE)
-                continue
-            if (found := numbers.setdefault(following, len(nodes))) == len(nodes):
+    nodes, known = [loss.grad_fn], {loss.grad_fn}
+    last: dict[int, tuple[int, Node]] = {}
+    for node in nodes:  # grows on the way
+        recorded_at = node._sequence_nr()
+        stage = bisect_right(begins, recorded_at) - 1  # -1 before the first one
+        if stage >= 0 and recorded_at > last.get(stage, (-1, node))[0]:
+            last[stage] = recorded_at, node
+        for following, _ in node.next_functions:
+            if (parameter := getattr(following, "variable", None)) is not None:
+                stages.use(parameter, max(stage, 0))
+            elif following is not None and following not in known:
+                known.add(following)
                 nodes.append(following)
-            shape += (found, place)
-    order = sorted(sequence, key=sequence.__getitem__)
-    return RecordedGraph(nodes, (*shape, *order), parts, order)
-
-
-class StageEntries:
-    """The entries of stages in backward passes, for the shapes of graphs met so far. Threads may share it.
-
-    Args:
-        stages: The stages, to record the parameters that they use.
-    """
-
-    def __init__(self, stages: DiscoveredStages) -> None:
-        self._stages = stages
-        self._found: dict[tuple[int, ...], Mapping[int, int]] = {}
-
-    def of(self, graph: RecordedGraph) -> Mapping[int, int]:
-        """Return, for each stage, the number of the first node that autograd reaches in it.
-
-        Raises:
-            StrategyError: If stages share a parameter that they cannot share.
-        """
-        if (found := self._found.get(graph.shape)) is None:
-            found = graph.firsts
-            graph.record_uses(self._stages)
-            if len(self._found) >= _MOST_SHAPES:  # each graph has another shape: forget those met before
-                self._found.clear()
-            self._found[graph.shape] = found
-        return found
+    return {stage: node for stage, (_, node) in last.items()}
 
 
 _sequence_number = torch._C._autograd._get_sequence_nr
@@ -175,7 +104,6 @@ class PipelineRun:
         self._trains, self._is_at_once = trains, is_at_once
         self._instruments = instruments
         self._stages = DiscoveredStages(pipeline.placing())
-        self._entries = StageEntries(self._stages)
         self._timetable: Timetable | None = None
         self._threads = ThreadPoolExecutor(count, "micro-batch", torch.set_num_threads, (intra_op_threads,))
         self.spans: dict[int, Sequence[Timed]] = {}
@@ -193,7 +121,7 @@ class PipelineRun:
 
     def _one_by_one(self, work: Work, replica: int) -> None:
         for number in range(self._count):
-            cursor = StageCursor(self._stages, self._entries, number, None, self._instruments, replica)
+            cursor = StageCursor(self._stages, number, self._instruments, replica)
             if number == 0 and self._timetable is None and self._trains:
                 with BufferUses(self._module, cursor) as uses:
                     cursor.run(work)
@@ -203,17 +131,14 @@ class PipelineRun:
         if self._timetable is None:
             self._timetable = self._planned()
             self._schedule_graph = ScheduleGraph.of(self._timetable, lambda part: part[1].micro_batch)
-            self._of_each: list[list[ScheduledAction]] = [[] for _ in range(self._count)]
-            for scheduled in sorted(chain.from_iterable(self._schedule_graph.devices), key=_place):
-                if scheduled.action.micro_batch is not None:
-                    self._of_each[scheduled.action.micro_batch].append(scheduled)
+            every = sorted(chain.from_iterable(self._schedule_graph.devices), key=_place)
+            self._of_each = [[one for one in every if one.action.micro_batch == n] for n in range(self._count)]
 
     def _at_once(self, timetable: Timetable, work: Work, replica: int) -> None:
         runner = ScheduleRunner(self._schedule_graph, time.perf_counter())
-        queues = [ActionQueue(runner, actions, timetable) for actions in self._of_each]
         cursors = [
-            StageCursor(self._stages, self._entries, number, queue, self._instruments, replica)
-            for number, queue in enumerate(queues)
+            StageCursor(self._stages, number, self._instruments, replica, runner, actions)
+            for number, actions in enumerate(self._of_each)
         ]
         # the first micro-batch comes last: the others sleep by then, and do not contend for Python's lock
         raise_first([self._threads.submit(cursor.run, work) for cursor in reversed(cursors)])
@@ -253,77 +178,44 @@ def _place(scheduled: ScheduledAction) -> tuple[int, int]:
     return (0, stage) if kind is ActionKind.FORWARD else (1, -stage)
 
 
-class ActionQueue:
-    """The actions of one micro-batch: its thread calls `wait` before each one, and `done` after it.
-
-    Args:
-        runner: The runner of all micro-batches.
-        actions: The actions of this one, in their order.
-        timetable: The timetable.
-    """
-
-    def __init__(self, runner: ScheduleRunner, actions: Sequence[ScheduledAction], timetable: Timetable) -> None:
-        self.timetable = timetable
-        self.runner = runner
-        self._actions = actions
-        self._next = 0
-        self._begun_s = 0.0
-
-    def wait(self, kind: ActionKind, stage: int) -> None:
-        """Wait until the next action may begin; it must be `kind` of `stage`.
-
-        Raises:
-            AbandonedError: If another micro-batch has failed.
-        """
-        scheduled = self._actions[self._next]
-        assert (scheduled.action.kind, scheduled.action.stage) == (kind, stage), (
-            f"{kind} of stage {stage}, not {scheduled.action}"
-        )
-        self.runner.wait(scheduled)
-        self._begun_s = self.runner.clock()
-
-    def done(self) -> None:
-        """Mark the action as ended, and wake threads that wait for it."""
-        scheduled = self._actions[self._next]
-        self._next += 1
-        following = self._actions[self._next] if self._next < len(self._actions) else None
-        self.runner.done(scheduled, self._begun_s, following)
-
-
 class StageCursor:
     """The stage of a micro-batch, forward and back. Its thread reports the blocks that it enters.
 
     Args:
         stages: The stages met so far.
-        entries: The entries of the stages in backward passes.
         micro_batch: The number of the micro-batch.
-        actions: Its scheduled actions; None to run micro-batches one after another.
         instruments: The instruments to notify.
         replica: The global index of the replica.
+        runner: The runner of all micro-batches; None to run them one after another.
+        actions: The scheduled actions of this one, in their order.
+
+    Attributes:
+        stage: The present stage.
     """
 
     def __init__(
         self,
         stages: DiscoveredStages,
-        entries: StageEntries,
         micro_batch: int,
-        actions: ActionQueue | None,
         instruments: Instruments,
         replica: int,
+        runner: ScheduleRunner | None = None,
+        actions: Sequence[ScheduledAction] = (),
     ) -> None:
-        self._stages, self._entries = stages, entries
-        self._micro_batch = micro_batch
-        self._actions = actions
+        self._stages, self._micro_batch = stages, micro_batch
         self._instruments, self._replica = instruments, replica
+        self._runner, self._actions = runner, deque(actions)
+        self._last_planned = max((one.action.stage for one in actions), default=sys.maxsize)
         self._kind = ActionKind.FORWARD
         self.stage = 0
         self._begins = [0]  # autograd's sequence numbers at which the stages begin
         self._around: list[int] = []  # the stages of the enclosing blocks
+        self._begun_s = 0.0
 
     @property
     def is_at_once(self) -> bool:
         """Whether other micro-batches run at the same time."""
-        return self._actions is not None
+        return self._runner is not None
 
     def run(self, work: Work) -> None:
         """Go through the stages. If it fails, no other micro-batch waits for this one."""
@@ -333,8 +225,8 @@ class StageCursor:
                 self._wait()
                 work(self._micro_batch, self)
             except BaseException:
-                if self._actions is not None:
-                    self._actions.runner.give_up()
+                if self._runner is not None:
+                    self._runner.give_up()
                 raise
 
     def begin(self, name: str, ipu: int | None) -> None:
@@ -356,7 +248,7 @@ class StageCursor:
                 f"block {name!r} of stage {stage} begins after stage {self.stage}; the order of stages must follow the "
                 "data flow: number them so, or put both blocks into one stage"
             )
-        if self._actions is not None and stage >= self._actions.timetable.num_stages:
+        if stage > self._last_planned:
             raise StrategyError(
                 f"block {name!r} of stage {stage} was missing in the first step, from which the pipeline was planned; "
                 "enter the same blocks in every step"
@@ -367,14 +259,13 @@ class StageCursor:
             self._begins.append(_sequence_number())
             self._wait()
 
-    def begin_backward(self, loss: torch.Tensor, last: int) -> None:
+    def begin_backward(self, loss: torch.Tensor) -> None:
         """End the forward pass with a loss, and wait until its backward pass may begin."""
-        self._advance(last, "the loss")
-        if last:
-            graph = recorded(loss, self._begins)
-            for stage, number in self._entries.of(graph).items():
-                if stage != last:
-                    graph.nodes[number].register_prehook(partial(self._go_back, stage))
+        self._advance(self._last_stage, "the loss")
+        if self.stage:
+            for stage, node in entries_of(loss, self._begins, self._stages).items():
+                if stage != self.stage:
+                    node.register_prehook(partial(self._go_back, stage))
         self._done()
         self._kind = ActionKind.BACKWARD
         self._wait()
@@ -387,11 +278,11 @@ class StageCursor:
 
     def leave(self) -> None:
         """End a forward pass that has no backward pass."""
-        self._advance(self.last_stage, "the end")
+        self._advance(self._last_stage, "the end")
         self._done()
 
     @property
-    def last_stage(self) -> int:
+    def _last_stage(self) -> int:
         """The number of the last stage met so far by any micro-batch."""
         return max(self.stage, len(self._stages.devices()) - 1)
 
@@ -403,14 +294,23 @@ class StageCursor:
             self._wait()
 
     def _wait(self) -> None:
-        if self._actions is not None:
-            self._actions.wait(self._kind, self.stage)
+        """Wait until the next action may begin.
+
+        Raises:
+            AbandonedError: If another micro-batch has failed.
+        """
+        if self._runner is not None:
+            action = self._actions[0].action
+            assert (action.kind, action.stage) == (self._kind, self.stage), f"stage {self.stage}, not {action}"
+            self._runner.wait(self._actions[0])
+            self._begun_s = self._runner.clock()
         self._instruments.replica_begins(self._replica, self.stage)
 
     def _done(self) -> None:
         self._instruments.replica_ends(self._replica, self.stage, self._micro_batch)
-        if self._actions is not None:
-            self._actions.done()
+        if self._runner is not None:
+            ended = self._actions.popleft()
+            self._runner.done(ended, self._begun_s, self._actions[0] if self._actions else None)
 
 
 def drawing(seed: int, device: torch.device, cursor: StageCursor | None) -> AbstractContextManager[None]:

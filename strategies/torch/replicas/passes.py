@@ -123,7 +123,7 @@ class ReplicaPasses:
                 del outcome  # the history of metrics
                 loss = self._for_backward(loss, number, scale, weight, pairs, maps)
                 if cursor is not None:
-                    cursor.begin_backward(loss, cursor.last_stage)
+                    cursor.begin_backward(loss)
                 if ends is not None and number == count - 1:
                     ends()
                 if cursor is None:
