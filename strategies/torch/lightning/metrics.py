@@ -5,16 +5,19 @@ from __future__ import annotations
 import inspect
 import math
 import pickle
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar, final
 
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.utilities.data import extract_batch_size
+from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers.abstract import WrapperMetric
 
@@ -23,6 +26,7 @@ from strategies.core.agreement import broadcast_bytes
 from strategies.errors import StrategyError
 from strategies.strategy import Strategy
 from strategies.torch.agreement import gather_bytes
+from strategies.torch.tensors import HOST
 from strategies.typing import Tree
 
 Value = TypeVar("Value")
@@ -149,36 +153,29 @@ class ReplicaMetric:
     def _merge(self) -> None:
         """Merge the states of all replicas into the metric. Collective."""
         self._forget_if_reset()
-        metric, merged = self._metric, dict[int, State]()
+        metric = self._metric
         own = {
-            replica: {name: _moved(state[name], torch.device("cpu")) for name in metric._defaults}
+            replica: _moved({name: state[name] for name in metric._defaults}, HOST)
             for replica, state in self._of.items()
         }
-        for states in gather_objects(self._strategy.communicator, own, f"states of {type(metric).__name__}"):
-            merged |= states
+        merged = ChainMap(*gather_objects(self._strategy.communicator, own, f"states of {type(metric).__name__}"))
         in_order = [merged[replica] for replica in sorted(merged)]
         for name, reduction in metric._reductions.items() if in_order else ():
-            found: Tree
             values = [state[name] for state in in_order]
-            if isinstance(values[0], torch.Tensor):
-                found = torch.stack(values)
-            else:
-                found = [one for each in values for one in each]
-            if reduction is not None and (isinstance(found, torch.Tensor) or found):
+            is_tensor = isinstance(values[0], torch.Tensor)
+            found: Tree = torch.stack(values) if is_tensor else [*chain.from_iterable(values)]
+            if reduction is not None and len(found):
                 found = reduction(found)
             setattr(metric, name, _moved(found, metric.device))
 
 
 def _copied(state: State | None) -> State | None:
-    if state is None:
-        return None
-    tensors = {name: value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
-    lists = {name: list(value) for name, value in state.items() if isinstance(value, list)}
-    return {**state, **tensors, **lists}
+    """Return a copy to which updates of tensors and lists do not write."""
+    return state and {name: one.clone() if isinstance(one, torch.Tensor) else copy(one) for name, one in state.items()}
 
 
 def _moved(value: Tree, device: torch.device) -> Tree:
-    return apply_to_collection(value, torch.Tensor, lambda one: one.detach().to(device))
+    return tree_map_only(torch.Tensor, lambda one: one.detach().to(device), value)
 
 
 _LOG = inspect.signature(pl.LightningModule.log)

@@ -8,8 +8,7 @@ from functools import cached_property
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.plugins import Precision
-from pytorch_lightning.strategies.strategy import _ForwardRedirection
+from pytorch_lightning.strategies import ParallelStrategy
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
@@ -26,43 +25,38 @@ from strategies.values import Outcome
 
 _OUTSIDE = 2**40  # the first micro-batch in the seeds of random numbers that are drawn outside of training steps
 _TRANSFER, _STEP = 1, 2
+_TRAINING = "training_step"
 
 
 class ReplicaSteps:
     """The steps of the local replicas, one replica after another.
 
     Args:
+        lightning: The strategy of Lightning's Trainer, which has the module, the device, and the plugin for precision.
         strategy: The strategy of the replicas.
-        module: The module.
-        precision: Lightning's plugin for precision.
-        seed: The seed of the random numbers.
-        device: The device on which the replicas compute.
-        steps_made: The number of averaged backward passes before.
 
     Attributes:
-        is_running: Whether a replica runs the module's code.
         batches: The number of batches since a loop began. Random numbers outside of training steps depend on it.
-        steps_made: The argument, and the passes since.
+        steps_made: The number of averaged backward passes so far.
         steps_before: The `steps_made` when the last batch began.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        module: pl.LightningModule,
-        precision: Precision,
-        seed: int,
-        device: torch.device,
-        steps_made: int,
-    ) -> None:
-        self._strategy, self._module, self._precision = strategy, module, precision
-        self._seed, self._device = seed, device
+    def __init__(self, lightning: ParallelStrategy, strategy: Strategy) -> None:
+        self._lightning, self._strategy = lightning, strategy
         self._model: DistributedModel | None = None
-        self._redirected = _ForwardRedirection()
-        self.batches = 0
-        self.steps_made = self.steps_before = steps_made
         self._means: Sequence[torch.Tensor | None] = ()
-        self.is_running = False
+        self._seed = self.batches = self.steps_made = self.steps_before = 0
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """The module."""
+        assert self._lightning.lightning_module is not None
+        return self._lightning.lightning_module
+
+    def begin(self, seed: int) -> None:
+        """Begin a training or an evaluation with a seed of random numbers."""
+        self.disconnect()
+        self._seed, self.batches, self.steps_before = seed, 0, self.steps_made
 
     def connect(self, **options: Tree) -> None:
         """Connect the module's gradients with those of the other instances. Collective.
@@ -70,7 +64,7 @@ class ReplicaSteps:
         Args:
             options: The options of `DistributedModel`.
         """
-        self._model = DistributedModel(self._module, self._strategy, seed=self._seed, **options)
+        self._model = DistributedModel(self.module, self._strategy, seed=self._seed, **options)
         self._model.compute_with(self._attributes)
 
     def disconnect(self) -> None:
@@ -83,16 +77,16 @@ class ReplicaSteps:
 
     @cached_property
     def _attributes(self) -> Attributes:
-        return Attributes(self._module, (*vars(pl.LightningModule()), "forward"), (Metric,))
+        return Attributes(self.module, (*vars(pl.LightningModule()), "forward"), (Metric,))
 
     @cached_property
     def _metrics(self) -> Sequence[ReplicaMetric]:
-        return metrics_of(self._module, self._strategy)
+        return metrics_of(self.module, self._strategy)
 
     @contextmanager
     def _logging(self, replica: int, rows: Batch, logs: StepLogs, is_again: bool = False) -> Iterator[None]:
         """Let the module log values, and update states of metrics, for a replica; `is_again` counts them only once."""
-        kept = StepLogs(self._module, self._strategy, is_training=True) if is_again else logs
+        kept = StepLogs(self.module, self._strategy, is_training=True) if is_again else logs
         for metric in self._metrics:
             metric.begin(replica, is_again)
         try:
@@ -101,12 +95,6 @@ class ReplicaSteps:
         finally:
             for metric in self._metrics:
                 metric.end(replica)
-
-    @contextmanager
-    def _turn(self, replica: int, rows: Batch, logs: StepLogs) -> Iterator[None]:
-        """Let the module be that of a replica outside of a backward pass: also its attributes and random numbers."""
-        with self._logging(replica, rows, logs), self._drawing(replica, _STEP), self._attributes.of(replica):
-            yield
 
     # ---- random numbers
 
@@ -117,7 +105,7 @@ class ReplicaSteps:
 
     def _drawing(self, replica: int, purpose: int) -> AbstractContextManager[None]:
         place = _OUTSIDE + (self.batches << 2) + purpose
-        return drawing_from(seed_of(self._seed, replica, self.steps_made, place), self._device)
+        return drawing_from(seed_of(self._seed, replica, self.steps_made, place), self._lightning.root_device)
 
     def mapped(self, function: Callable[[Batch], Batch], batch: ReplicaBatches) -> ReplicaBatches:
         """Map the batch of each replica with a function that draws the replica's random numbers."""
@@ -131,7 +119,7 @@ class ReplicaSteps:
     # ---- training
 
     def train(self, batch: ReplicaBatches, others: Sequence[Tree], named: Mapping[str, Tree]) -> Tree:
-        """Compute the mean gradients of all replicas, and keep them for `give_means`. Collective.
+        """Compute the mean gradients of all replicas, which the backward pass of the mean loss adds. Collective.
 
         Args:
             batch: The batches.
@@ -141,21 +129,24 @@ class ReplicaSteps:
         Returns:
             The mean loss; in a dictionary with lists of the local replicas' values if `training_step` returns one.
         """
-        if not self._module.automatic_optimization:
-            return self._train_manually(batch, others, named)
+        precision = self._lightning.precision_plugin
+        if not self.module.automatic_optimization:  # the only replica of the job calls the optimizers by itself
+            [output] = self.run(_TRAINING, precision.train_step_context, batch, others, named)
+            self.steps_made += 1
+            return output
         if (model := self._model) is None:
             raise StrategyError("training_step runs in Trainer.fit only")
-        share = self._module.trainer.accumulate_grad_batches
-        scaler = getattr(self._precision, "scaler", None)
+        share = self.module.trainer.accumulate_grad_batches
+        scaler, redirected = getattr(precision, "scaler", None), self._lightning._forward_redirection
         scale = 1.0 if scaler is None else float(scaler.get_scale())
-        logs = StepLogs(self._module, self._strategy, is_training=True)
+        logs = StepLogs(self.module, self._strategy, is_training=True)
         outputs: dict[int, Tree] = {}
 
         def loss_of(place: torch.Tensor) -> Outcome:
             replica, stated = model.replica, list[object]()
             rows, is_again = batch[replica], replica in outputs
-            with self._logging(replica, rows, logs, is_again), self._precision.train_step_context(), states_to(stated):
-                output = self._redirected(model, self._module, "training_step", rows, *others, **named)
+            with self._logging(replica, rows, logs, is_again), precision.train_step_context(), states_to(stated):
+                output = redirected(model, self.module, _TRAINING, rows, *others, **named)
             outputs[replica] = output
             if (weight := one_of(stated, "call strategies.torch.loss_weight once in training_step")) is not None:
                 if share > 1:
@@ -171,51 +162,39 @@ class ReplicaSteps:
         mean = self._averaged(lambda: model.backward(loss_of, torch.arange(len(batch))))
         self.steps_made = model.steps_made
         logs.share(is_whole=True)
-        mean = mean.to(self._device) * share / scale
+        mean = (mean.to(self._lightning.root_device) * share / scale).requires_grad_()
+        mean.register_hook(self._give_means)
         first, *_ = outputs.values()
         if not isinstance(first, Mapping):
             return mean
         extras = {name: [one[name] for one in outputs.values()] for name in first if name != "loss"}
         return {"loss": mean, **tree_map_only(torch.Tensor, torch.Tensor.detach, extras)}
 
-    def _train_manually(self, batch: ReplicaBatches, others: Sequence[Tree], named: Mapping[str, Tree]) -> Tree:
-        """Run `training_step` for the only replica of the job. It calls the optimizers by itself."""
-        [(replica, rows)] = batch.items()
-        logs = StepLogs(self._module, self._strategy, is_training=True)
-        self._attributes.begin([replica])
-        with self._turn(replica, rows, logs), self._precision.train_step_context():
-            output = self._module.training_step(rows, *others, **named)
-        self.steps_made += 1
-        logs.share(is_whole=True)
-        return output
-
     def _averaged(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return the loss of a function whose gradients are kept. Lightning's loop clears older ones afterwards."""
-        parameters = list(self._module.parameters())
+        parameters = list(self.module.parameters())
         before = [one.grad for one in parameters]
         for one in parameters:
             one.grad = None
-        self.is_running = True
         try:
             loss = compute()
             self._means = [one.grad for one in parameters]
         finally:
-            self.is_running = False
             for one, gradient in zip(parameters, before, strict=True):
                 one.grad = gradient
         return loss
 
-    def give_means(self) -> None:
-        """Add the gradients of the last `train` to the parameters' gradients."""
+    def _give_means(self, _: torch.Tensor) -> None:
+        """Add the gradients of the last `train` to the parameters' gradients. Called by autograd for its loss."""
         with torch.no_grad():
-            for one, mean in zip(self._module.parameters(), self._means, strict=True):
+            for one, mean in zip(self.module.parameters(), self._means, strict=True):
                 if mean is not None:
                     one.grad = mean if one.grad is None else one.grad.add_(mean)
         self._means = ()
 
     # ---- evaluations
 
-    def evaluate(
+    def run(
         self,
         method: str,
         context: Callable[[], AbstractContextManager[None]],
@@ -235,20 +214,22 @@ class ReplicaSteps:
         Raises:
             StrategyError: If the method writes a buffer, which would then be that of some replicas.
         """
-        logs, outputs = StepLogs(self._module, self._strategy, is_training=False), []
-        step, buffers = getattr(self._module, method), _saved_buffers(self._module)
+        logs, outputs = StepLogs(self.module, self._strategy, is_training=method == _TRAINING), []
+        step, buffers = getattr(self.module, method), _saved_buffers(self.module)
         self._attributes.begin(self._strategy.local_replicas)
-        self.is_running = True
-        try:
-            for replica, rows in batch.items():
-                with context(), self._turn(replica, rows, logs):
-                    outputs.append(step(rows, *others, **named))
-            self._attributes.end()
-        finally:
-            self.is_running = False
-        if self._strategy.num_replicas_in_sync > 1:
-            _check_buffers_unchanged(buffers, self._module, method)
-        if self._module.trainer._results is not None:  # predict_step cannot log
+        for replica, rows in batch.items():
+            draws, attributes = self._drawing(replica, _STEP), self._attributes.of(replica)
+            with context(), self._logging(replica, rows, logs), draws, attributes:
+                outputs.append(step(rows, *others, **named))
+        self._attributes.end()
+        written = sorted(name for name, *_ in _saved_buffers(self.module) - buffers)
+        if written and self._strategy.num_replicas_in_sync > 1:
+            raise StrategyError(
+                f"{method} has written the buffer {written[0]}, which would have the rows of some replicas only, also "
+                "in checkpoints; log values with self.log, use a metric of torchmetrics, or register the buffer with "
+                "persistent=False"
+            )
+        if self.module.trainer._results is not None:  # predict_step cannot log
             logs.share(batch.is_whole)
         return outputs
 
@@ -264,24 +245,11 @@ def _loss_of(output: Tree) -> torch.Tensor:
     return loss
 
 
-def _saved_buffers(module: torch.nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
-    """Return the buffers that a checkpoint has, and how often each was written."""
+def _saved_buffers(module: torch.nn.Module) -> set[tuple[str, torch.Tensor, int]]:
+    """Return the buffers that a checkpoint has with their names, and how often each was written."""
     return {
-        f"{prefix}.{name}".lstrip("."): (one, 0 if one.is_inference() else one._version)
+        (f"{prefix}.{name}".lstrip("."), one, 0 if one.is_inference() else one._version)
         for prefix, part in module.named_modules()
         for name, one in part._buffers.items()
         if one is not None and name not in part._non_persistent_buffers_set
     }
-
-
-def _check_buffers_unchanged(
-    before: Mapping[str, tuple[torch.Tensor, int]], module: torch.nn.Module, method: str
-) -> None:
-    for name, (one, count) in _saved_buffers(module).items():
-        was, earlier = before.get(name, (None, 0))
-        if one is not was or count != earlier:
-            raise StrategyError(
-                f"{method} has written the buffer {name}, which would have the rows of some replicas only, also in "
-                "checkpoints; log values with self.log, use a metric of torchmetrics, or register the buffer with "
-                "persistent=False"
-            )

@@ -27,6 +27,7 @@ from strategies.torch.lightning.loader import ReplicaBatches, ReplicaLoader, by_
 from strategies.torch.lightning.metrics import broadcast_object, gather_objects
 from strategies.torch.lightning.resuming import ResumedPlace, is_in_batch, place_of
 from strategies.torch.lightning.steps import ReplicaSteps
+from strategies.torch.replicas.generators import has_baton
 from strategies.torch.tensors import as_tensor, chosen_here, host_array, use_deterministic_operations
 from strategies.typing import Batch, Tree
 
@@ -162,18 +163,12 @@ class PopDistLightningStrategy(ParallelStrategy):
         )
         self._given_seed, self._options = seed, options
         self._injects: bool | None = None  # the Trainer's use_distributed_sampler
-        self._steps: ReplicaSteps | None = None
+        self._steps = ReplicaSteps(self, self.strategy)
         self._place: ResumedPlace | None = None
 
     @property
     def _module(self) -> pl.LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    @property
-    def _running(self) -> ReplicaSteps:
-        assert self._steps is not None
-        return self._steps
+        return self._steps.module
 
     @property
     def _seed(self) -> int:
@@ -228,10 +223,8 @@ class PopDistLightningStrategy(ParallelStrategy):
         if (threads := self._options.get("intra_op_threads", 1)) is not None:
             torch.set_num_threads(threads)  # also for evaluations without a training
         super().setup_environment()
-        made = 0 if self._steps is None else self._steps.steps_made
-        module, plugin = self._module, self.precision_plugin
-        self._steps = ReplicaSteps(self.strategy, module, plugin, self._seed, self.root_device, made)
-        vars(module)[_HOOK] = _before_transfer(module, self._steps, plugin)
+        self._steps.begin(self._seed)
+        vars(self._module)[_HOOK] = _before_transfer(self._module, self._steps, self.precision_plugin)
 
     def _check_setup(self) -> None:
         if type(self.precision_plugin) not in _PRECISIONS:
@@ -264,7 +257,7 @@ class PopDistLightningStrategy(ParallelStrategy):
             return model
         if self._layer_sync is not None:
             self._layer_sync.apply(self._module)
-        self._running.connect(**self._options)
+        self._steps.connect(**self._options)
         return model
 
     @override
@@ -273,8 +266,7 @@ class PopDistLightningStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._steps is not None:
-            self._steps.disconnect()
+        self._steps.disconnect()
         self._place = None
         if self.lightning_module is not None:
             self.lightning_module.__dict__.pop(_HOOK, None)
@@ -306,7 +298,7 @@ class PopDistLightningStrategy(ParallelStrategy):
 
     def _evaluation_now(self) -> int:
         """Return the number of steps made; -1 for the sanity check."""
-        return -1 if self._module.trainer.sanity_checking else self._running.steps_made
+        return -1 if self._module.trainer.sanity_checking else self._steps.steps_made
 
     @override
     def batch_to_device(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Batch:
@@ -314,11 +306,11 @@ class PopDistLightningStrategy(ParallelStrategy):
         parent = super().batch_to_device
         if not isinstance(batch, ReplicaBatches):
             return parent(batch, device, dataloader_idx)
-        self._running.next_batch()
-        return self._running.mapped(lambda rows: parent(rows, device, dataloader_idx), batch)
+        self._steps.next_batch()
+        return self._steps.mapped(lambda rows: parent(rows, device, dataloader_idx), batch)
 
     def _begin_loop(self) -> None:
-        self._running.batches = 0
+        self._steps.batches = 0
 
     on_validation_start = on_test_start = on_predict_start = _begin_loop
 
@@ -341,26 +333,7 @@ class PopDistLightningStrategy(ParallelStrategy):
             StrategyError: If a replica returns no loss, or replicas log different names.
         """
         batch, *others = args
-        return self._running.train(by_replica(batch), others, kwargs)
-
-    @override
-    def backward(
-        self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Tree, **kwargs: Tree
-    ) -> torch.Tensor:
-        """Add the mean gradients of the last `training_step` to those of the parameters.
-
-        In manual optimization, compute the gradients of the loss.
-        """
-        if not self._module.automatic_optimization:
-            found: torch.Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
-            return found
-        plugin = self.precision_plugin
-        self.pre_backward(closure_loss)
-        closure_loss = plugin.pre_backward(closure_loss, self._module)
-        self._running.give_means()
-        closure_loss = plugin.post_backward(closure_loss, self._module)
-        self.post_backward(closure_loss)
-        return closure_loss
+        return self._steps.train(by_replica(batch), others, kwargs)
 
     @override
     def validation_step(self, *args: Tree, **kwargs: Tree) -> list[Tree]:
@@ -390,7 +363,7 @@ class PopDistLightningStrategy(ParallelStrategy):
         self, method: str, context: Callable[[], AbstractContextManager[None]], *args: Tree, **kwargs: Tree
     ) -> list[Tree]:
         batch, *others = args
-        return self._running.evaluate(method, context, by_replica(batch), others, kwargs)
+        return self._steps.run(method, context, by_replica(batch), others, kwargs)
 
     @override
     def on_predict_end(self) -> None:
@@ -404,11 +377,7 @@ class PopDistLightningStrategy(ParallelStrategy):
 
     def _check_outside_step(self, function: str) -> None:
         local = len(self.strategy.local_replicas)
-        if (
-            self._steps is not None
-            and self._steps.is_running
-            and self.strategy.num_replicas_in_sync > self.strategy.num_instances
-        ):
+        if has_baton() and self.strategy.num_replicas_in_sync > self.strategy.num_instances:
             raise StrategyError(
                 f"{function} in a step would join processes, but this one drives {local} replicas, which run one after "
                 "another; call it in a hook such as on_validation_epoch_end, or start one instance per replica"
@@ -459,12 +428,6 @@ class PopDistLightningStrategy(ParallelStrategy):
         found = self.strategy.communicator.all_gather(np.ascontiguousarray(host_array(tensor)), name="all_gather")
         return as_tensor(found).to(tensor.device)
 
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all instances, or any of them, say yes. Collective."""
-        own = np.array([decision], np.int32)
-        return bool(self.strategy.communicator.all_reduce(own, "min" if all else "max", name="decision")[0])
-
     # ---- checkpoints
 
     @override
@@ -472,11 +435,11 @@ class PopDistLightningStrategy(ParallelStrategy):
         self, checkpoint: dict[str, Tree], filepath: Path | str, storage_options: object = None
     ) -> None:
         """Write a checkpoint on instance 0. It does not depend on the number of instances. Collective."""
-        state: Tree = {"replicas": self.strategy.num_replicas_in_sync, "steps": self._running.steps_made}
+        state: Tree = {"replicas": self.strategy.num_replicas_in_sync, "steps": self._steps.steps_made}
         trainer = self._module.trainer
         if trainer.state.fn == TrainerFn.FITTING:
             if is_in_batch(trainer):
-                state["steps"] = self._running.steps_before
+                state["steps"] = self._steps.steps_before
             state["place"] = place_of(trainer)
         checkpoint[_KEY] = state
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -509,7 +472,7 @@ class PopDistLightningStrategy(ParallelStrategy):
             )
         if is_fitting:
             self._place = ResumedPlace(found, state.get("place", {}))
-        self._running.steps_made = state.get("steps", found.get("global_step", 0))
+        self._steps.steps_made = state.get("steps", found.get("global_step", 0))
         return dict(found)
 
 
