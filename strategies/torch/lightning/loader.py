@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import cast, final
 
-import numpy as np
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -25,12 +26,13 @@ from torch.utils.data.distributed import DistributedSampler as TorchSampler
 from typing_extensions import override
 
 from strategies.data.datasets import DistributedDataset
-from strategies.data.layout import Position
 from strategies.errors import DisagreementError, StrategyError
 from strategies.strategy import Strategy
 from strategies.torch.data import DistributedSampler, parts_of
+from strategies.torch.lightning.metrics import gather_objects
 from strategies.torch.lightning.resuming import states_of, write_states
 from strategies.torch.replicas.generators import drawing_from, seed_generators, seed_of
+from strategies.torch.tensors import HOST
 from strategies.typing import Batch, Tree
 
 
@@ -61,6 +63,11 @@ class ReplicaBatches:
         """Return the number of local replicas with rows."""
         return len(self._of_each)
 
+    @property
+    def replicas(self) -> list[int]:
+        """The global indices of these replicas."""
+        return list(self._of_each)
+
     def __getitem__(self, replica: int) -> Batch:
         """Return the batch of a replica, given its global index."""
         return self._of_each[replica]
@@ -76,8 +83,7 @@ class ReplicaBatches:
 
 def is_sharded(batch: object) -> bool:
     """Return whether a batch has batches of replicas in it; an example of a model's input has none."""
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return isinstance(batch, ReplicaBatches) or any(map(is_sharded, parts))
+    return any(isinstance(one, ReplicaBatches) for one in tree_leaves(batch))
 
 
 def by_replica(batch: object) -> ReplicaBatches:
@@ -86,24 +92,16 @@ def by_replica(batch: object) -> ReplicaBatches:
     Raises:
         StrategyError: If a batch was not dealt to replicas, or the replicas of two loaders differ.
     """
-    if isinstance(batch, ReplicaBatches):
-        return batch
-    if isinstance(batch, Mapping):
-        joined = by_replica(list(batch.values()))
-        return joined.map(lambda replica, values: dict(zip(batch, values, strict=True)))
-    if isinstance(batch, list | tuple) and batch:
-        parts = [None if one is None else by_replica(one) for one in batch]
-        there = [one for one in parts if one is not None]
-        if there and all(dict(one.items()).keys() == dict(there[0].items()).keys() for one in there):
-            kind = type(batch)
-            return there[0].map(lambda replica, _: kind(None if one is None else one[replica] for one in parts))
+    parts, structure = tree_flatten(batch)
+    there = [one for one in parts if one is not None]  # a loader may have ended
+    if there and all(isinstance(one, ReplicaBatches) and one.replicas == there[0].replicas for one in there):
+        return there[0].map(lambda replica, _: tree_unflatten([one and one[replica] for one in parts], structure))
     raise StrategyError(
         f"the strategy 'popdist' got a batch of type {type(batch).__name__} that was not dealt to replicas; give "
         "Lightning a DataLoader, and let training_step take the batch, not the iterator of the loader"
     )
 
 
-_HOST = torch.device("cpu")
 _NOBODY = -1  # the replica in the seeds of numbers that all replicas share
 _OF_ORDER, _OF_WORKERS = 2**40, 2**41  # the steps in the seeds of an epoch's order and of its workers
 _OPTIONS = (
@@ -236,7 +234,7 @@ class _Units(list[object]):
 
 
 def _received(seed: int, units: list[object]) -> list[object]:
-    seed_generators(seed, _HOST)
+    seed_generators(seed, HOST)
     return units
 
 
@@ -263,6 +261,11 @@ class _Pass:
     number: int
     states: Mapping[str, Tree]
     order: Sequence[object]
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of the order."""
+        return hashlib.blake2b(repr(self.order).encode(), digest_size=16).hexdigest()
 
 
 @final
@@ -324,7 +327,7 @@ class ShardedLoader(ReplicaLoader):
             batches = {}
             for replica, iterator in iterators.items():
                 if self._rule.positions(step, replica):
-                    with drawing_from(self._seed_of(replica, begun, step), _HOST):
+                    with drawing_from(self._seed_of(replica, begun, step), HOST):
                         batches[replica] = next(iterator)
             yield ReplicaBatches(batches, self._rule.is_whole(step))
 
@@ -337,10 +340,9 @@ class ShardedLoader(ReplicaLoader):
             number = self._pass_now()
             if last is not None and last.number == number >= 0:
                 return last  # a validation that begins again
-        states = states_of(self._units)
-        begun = _Pass(epoch, number, states, self._order(epoch, number))
+        begun = self._drawn(epoch, number)
         if number < 0:
-            write_states(self._units, states)
+            write_states(self._units, begun.states)
         return begun
 
     @override
@@ -348,7 +350,7 @@ class ShardedLoader(ReplicaLoader):
         """Return also the pass, a digest of its order, and the states of the sampler before it and now."""
         if (begun := self._pass) is None or begun.number < 0:
             return super().state_dict()
-        states = {"pass": begun.number, "order": _digest_of(begun.order).hex()}
+        states = {"pass": begun.number, "order": begun.digest}
         if begun.states:
             states |= {"before": begun.states, "now": states_of(self._units)}
         return super().state_dict() | states
@@ -363,46 +365,40 @@ class ShardedLoader(ReplicaLoader):
             if state["given"] and not is_known:
                 self._warn("the checkpoint was written by an earlier version, which did not save the sampler")
             return
-        epoch, number, before = state["epoch"], state["pass"], state.get("before", {})
-        write_states(self._units, before)
-        self._pass = _Pass(epoch, number, before, self._order(epoch, number))
-        if _digest_of(self._pass.order).hex() != state["order"]:
-            self._warn(f"it draws another order for epoch {epoch} than before the checkpoint")
+        write_states(self._units, state.get("before", {}))
+        self._pass = self._drawn(state["epoch"], state["pass"])
+        if self._pass.digest != state["order"]:
+            self._warn(f"it draws another order for epoch {state['epoch']} than before the checkpoint")
         write_states(self._units, state.get("now", {}))
 
     def _warn(self, reason: str) -> None:
-        if self._strategy.is_chief:
-            warnings.warn(
-                f"the {self._name} after this resume may not be those of a training without a stop, because of "
-                f"{type(self._units).__name__}: {reason}; use the data and seeds of that training, and keep the random "
-                "state of a sampler in a generator of PyTorch, NumPy or Python that is its attribute, or give it "
-                "state_dict and load_state_dict",
-                UserWarning,
-                stacklevel=2,
-            )
+        rank_zero_warn(
+            f"the {self._name} after this resume may not be those of a training without a stop, because of "
+            f"{type(self._units).__name__}: {reason}; use the data and seeds of that training, and keep the random "
+            "state of a sampler in a generator of PyTorch, NumPy or Python that is its attribute, or give it "
+            "state_dict and load_state_dict"
+        )
 
-    def _order(self, epoch: int, number: int) -> list[object]:
-        """Return the units of a pass in order. Collective."""
-        set_epoch = getattr(self._units, "set_epoch", None)
+    def _drawn(self, epoch: int, number: int) -> _Pass:
+        """Draw the order of a pass. Collective."""
+        states, set_epoch = states_of(self._units), getattr(self._units, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
-        with drawing_from(seed_of(self._seed, _NOBODY, epoch, _OF_ORDER + number), _HOST):
+        with drawing_from(seed_of(self._seed, _NOBODY, epoch, _OF_ORDER + number), HOST):
             order = list(self._units)
         if len(order) < self._rule.length:
             raise StrategyError(
                 f"{type(self._units).__name__} gave {len(order)} of {self._rule.length} {self._name}; its length must "
                 "be the number that an iteration gives"
             )
-        digest = np.frombuffer(_digest_of(order), np.int64).copy()
-        found = self._strategy.communicator.all_gather(digest, name="order of an epoch's rows")
-        if (found != found[0]).any():
-            others = np.flatnonzero((found != found[0]).any(axis=1)).tolist()
+        begun = _Pass(epoch, number, states, order)
+        found = gather_objects(self._strategy.communicator, begun.digest, "order of an epoch's rows")
+        if others := [str(instance) for instance, one in enumerate(found) if one != found[0]]:
             raise DisagreementError(
-                f"instances {', '.join(map(str, others))} draw another order of {self._name} than instance 0; use the "
-                "same data set and seeds everywhere, as seed_everything gives them, and samplers without a generator "
-                "of their own"
+                f"instances {', '.join(others)} draw another order of {self._name} than instance 0; use the same data "
+                "set and seeds everywhere, as seed_everything gives them, and samplers without a generator of their own"
             )
-        return order
+        return begun
 
     def _begin(self, replica: int, begun: _Pass, start: int) -> Iterator[Batch]:
         loader, rule = self._loaders[replica], self._rule
@@ -417,10 +413,6 @@ class ShardedLoader(ReplicaLoader):
 
     def _seed_of(self, replica: int, begun: _Pass, step: int) -> int:
         return seed_of(self._seed, replica, begun.epoch, (begun.number << 32) + step)
-
-
-def _digest_of(order: Sequence[object]) -> bytes:
-    return hashlib.blake2b(repr(order).encode(), digest_size=16).digest()
 
 
 def _units_of(loader: DataLoader[object]) -> tuple[Iterable[object], int]:
@@ -478,8 +470,7 @@ class SplitLoader(ReplicaLoader):
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         if isinstance(self._source, DistributedDataset):
-            position = self._source.position().to_dict()
-            self._source.restore(Position.from_dict({**position, "epoch": epoch, "step": start}))
+            self._source.restore(replace(self._source.position(), epoch=epoch, step=start))
             yield from self._source.epoch(epoch)
             return
         self._source.sampler.set_epoch(epoch)  # type: ignore[attr-defined, unused-ignore]
