@@ -25,7 +25,7 @@ from strategies.core.options import (
 from strategies.errors import StrategyError
 from strategies.jax.replicas.replicas import Replicas
 from strategies.pipelines.timetable import schedule_named
-from strategies.torch.pipelines.stages import TorchPipeline
+from strategies.torch.pipelines import TorchPipeline
 from strategies.torch.replicas.gradient_map import GradientMap, groups_of
 from strategies.torch.tensors import Binding, ThreadValue, as_device, dtype_of
 from strategies.typing import Number, Tree

@@ -35,7 +35,7 @@ IN_PIPELINES = (
     ),
     Fault(
         name="micro-batches of PyTorch that run at the same time draw from one generator",
-        path="strategies/torch/pipelines/run.py",
+        path="strategies/torch/pipelines.py",
         old="        return drawing_in_thread(seed)\n",
         new="        return nullcontext()\n",
         caught_by="tests/strategies/on_torch/test_torch_pipelines.py::test_random_numbers_and_moving_means_match_a_model_without_a_pipeline",

@@ -13,7 +13,7 @@ import torch
 from strategies.compat.poptorch.names import Accepting, AutoStage, Rows, TableRow, switch
 from strategies.errors import StrategyError
 from strategies.pipelines.timetable import PipelineSchedule, schedule_named
-from strategies.torch.pipelines.stages import TorchPipeline, begin_block, end_block, number_from_zero
+from strategies.torch.pipelines import TorchPipeline, begin_block, number_from_zero
 
 
 class Block(torch.nn.Module):
@@ -43,7 +43,7 @@ class Block(torch.nn.Module):
         begin_block(self._user_id, self._ipu_id)
 
     def __exit__(self, *error: object) -> None:
-        end_block()
+        """Do nothing: code up to the next block belongs to the same stage."""
 
 
 def _begin(user_id: str | None, ipu_id: int | None, module: torch.nn.Module, given: object) -> None:

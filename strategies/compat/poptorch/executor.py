@@ -42,7 +42,7 @@ from strategies.core.options import GradientAccumulationReductionMethod as Metho
 from strategies.errors import StrategyError
 from strategies.loss_scaling import LossScaling
 from strategies.torch.data import parts_of, tensors_of
-from strategies.torch.pipelines.stages import TorchPipeline
+from strategies.torch.pipelines import TorchPipeline
 from strategies.torch.replicas.evaluation import InferenceTurns
 from strategies.torch.replicas.gradient_map import MapGradient, multiplied, summed
 from strategies.torch.tensors import ReplicaMemory

@@ -26,8 +26,7 @@ from strategies.pipelines.timetable import Timed
 from strategies.torch.agreement import lines_of_function, lines_of_module
 from strategies.torch.data import CollatedBatch, parts_of, shape_of_rows, tensors_of
 from strategies.torch.options import WEIGHT, outcome_of, weighted_value
-from strategies.torch.pipelines.run import PipelineRun, StageCursor, drawing
-from strategies.torch.pipelines.stages import TorchPipeline
+from strategies.torch.pipelines import PipelineRun, StageCursor, TorchPipeline, drawing
 from strategies.torch.replicas.generators import Baton, kept_generators, seed_of
 from strategies.torch.replicas.gradient_map import ReplicaRows
 from strategies.torch.replicas.guard import WriteMarks, is_due

@@ -22,7 +22,7 @@ from strategies.torch.options import (
     outcome_of,
     weighted_loss,
 )
-from strategies.torch.pipelines.run import PipelineRun, StageCursor, drawing
+from strategies.torch.pipelines import PipelineRun, StageCursor, drawing
 from strategies.torch.replicas.generators import seed_of
 from strategies.torch.replicas.sync_batch_norm import SyncContext
 from strategies.torch.tensors import ReplicaMemory, divide, kept_apart, way_out_of_refusals

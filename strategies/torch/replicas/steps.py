@@ -23,7 +23,7 @@ from strategies.torch.data import parts_of
 from strategies.torch.exchange.gradients import GradientExchange, raise_gradient_came_twice
 from strategies.torch.exchange.plan import TailValues
 from strategies.torch.options import TorchOptions
-from strategies.torch.pipelines.run import PipelineRun
+from strategies.torch.pipelines import PipelineRun
 from strategies.torch.replicas.gradient_map import ReplicaRows
 from strategies.torch.replicas.guard import is_due
 from strategies.torch.replicas.module_parts import Slot
