@@ -93,8 +93,9 @@ def by_replica(batch: object) -> ReplicaBatches:
         StrategyError: If a batch was not dealt to replicas, or the replicas of two loaders differ.
     """
     parts, structure = tree_flatten(batch)
-    there = [one for one in parts if one is not None]  # a loader may have ended
-    if there and all(isinstance(one, ReplicaBatches) and one.replicas == there[0].replicas for one in there):
+    there = [one for one in parts if isinstance(one, ReplicaBatches)]
+    are_dealt = all(isinstance(one, ReplicaBatches | None) for one in parts)  # None: a loader that has ended
+    if there and are_dealt and all(one.replicas == there[0].replicas for one in there):
         return there[0].map(lambda replica, _: tree_unflatten([one and one[replica] for one in parts], structure))
     raise StrategyError(
         f"the strategy 'popdist' got a batch of type {type(batch).__name__} that was not dealt to replicas; give "

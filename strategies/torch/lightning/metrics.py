@@ -213,29 +213,33 @@ class StepLogs:
     Args:
         module: The module whose replicas log.
         strategy: The strategy of the replicas.
+        metrics: The metrics of the module, which have the state of the replica meanwhile.
         is_training: Whether this is a training step.
 
     Attributes:
         weights: The weights of the replicas whose loss has one; their values count as much.
     """
 
-    def __init__(self, module: pl.LightningModule, strategy: Strategy, is_training: bool) -> None:
-        self._module, self._strategy, self._is_training = module, strategy, is_training
+    def __init__(
+        self, module: pl.LightningModule, strategy: Strategy, metrics: Sequence[ReplicaMetric], is_training: bool
+    ) -> None:
+        self._module, self._strategy, self._metrics, self._is_training = module, strategy, metrics, is_training
         self._of: dict[int, list[_Logged]] = {}
         self.weights: dict[int, float] = {}
 
     @contextmanager
     def of(self, replica: int, batch: object) -> Iterator[None]:
-        """Collect the calls of a replica with a batch, in place of those that it has made before."""
-        calls = self._of[replica] = []
-
-        def log(*arguments: Tree, **named: Tree) -> None:
-            calls.append(self._logged(batch, arguments, named))
-
-        vars(self._module)["log"] = log
+        """Collect the calls of a replica with a batch. Those of a repeated step count as little as its metrics do."""
+        is_again, calls = replica in self._of, list[_Logged]()
+        self._of.setdefault(replica, calls)
+        vars(self._module)["log"] = lambda *args, **named: calls.append(self._logged(batch, args, named))
+        for metric in self._metrics:
+            metric.begin(replica, is_again)
         try:
             yield
         finally:
+            for metric in self._metrics:
+                metric.end(replica)
             del vars(self._module)["log"]
 
     def _logged(self, batch: object, arguments: Sequence[Tree], named: Mapping[str, Tree]) -> _Logged:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import TypeAlias, final
@@ -11,10 +10,12 @@ from typing import TypeAlias, final
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from pytorch_lightning.utilities import move_data_to_device
 from torch.utils.data import Sampler
 
+from strategies.torch.tensors import HOST
 from strategies.typing import Tree
 
 _ROWS = "data_source"
@@ -85,7 +86,6 @@ def _plain(state: Tree) -> Tree:
     return {name: _plain(one) for name, one in state.items()} if isinstance(state, dict) else state
 
 
-_HOST = torch.device("cpu")
 _PROGRESS = "epoch_loop.batch_progress"
 _LOADERS = "combined_loader"  # Lightning's key of the states of training loaders
 
@@ -119,7 +119,7 @@ def place_of(trainer: pl.Trainer) -> dict[str, Tree]:
         "made": [validation._last_val_dl_reload_epoch, fit._last_train_dl_reload_epoch],
         "generators": states_of(_of_process()),
         "metrics": {
-            name: move_data_to_device(one, _HOST) for name, one in trainer.callback_metrics.items() if name not in means
+            name: move_data_to_device(one, HOST) for name, one in trainer.callback_metrics.items() if name not in means
         },
         "means": [] if is_last else means,
         "validated": trainer.validating
@@ -182,8 +182,7 @@ class ResumedPlace:
         if is_in_batch(trainer):
             batches = loop.batch_progress
             batches.total.ready = batches.total.started = batches.total.completed
-            _warn(
-                trainer,
+            rank_zero_warn(
                 f"the checkpoint was written in batch {batches.current.processed} of epoch {trainer.current_epoch}, "
                 "which begins again, so accumulated gradients, buffers and hooks may see it twice; save checkpoints in "
                 "on_train_batch_end, when the step is done",
@@ -227,14 +226,8 @@ def _warn_of_means(trainer: pl.Trainer, means: Collection[str]) -> None:
         one.monitor: type(one.scheduler).__name__ for one in trainer.lr_scheduler_configs if one.reduce_on_plateau
     }
     for name in sorted(set(means) & users.keys()):
-        _warn(
-            trainer,
+        rank_zero_warn(
             f"{users[name]} depends on {name}, a value over a whole epoch, but this training resumes in the middle of "
             "one, and Lightning does not save the values of its first batches; save checkpoints at the end of epochs, "
             "or depend on a value of the validation",
         )
-
-
-def _warn(trainer: pl.Trainer, message: str) -> None:
-    if trainer.is_global_zero:
-        warnings.warn(message, UserWarning, stacklevel=2)

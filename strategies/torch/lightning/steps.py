@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 
 import pytorch_lightning as pl
@@ -83,18 +83,8 @@ class ReplicaSteps:
     def _metrics(self) -> Sequence[ReplicaMetric]:
         return metrics_of(self.module, self._strategy)
 
-    @contextmanager
-    def _logging(self, replica: int, rows: Batch, logs: StepLogs, is_again: bool = False) -> Iterator[None]:
-        """Let the module log values, and update states of metrics, for a replica; `is_again` counts them only once."""
-        kept = StepLogs(self.module, self._strategy, is_training=True) if is_again else logs
-        for metric in self._metrics:
-            metric.begin(replica, is_again)
-        try:
-            with kept.of(replica, rows):
-                yield
-        finally:
-            for metric in self._metrics:
-                metric.end(replica)
+    def _logs(self, is_training: bool) -> StepLogs:
+        return StepLogs(self.module, self._strategy, self._metrics, is_training)
 
     # ---- random numbers
 
@@ -139,13 +129,13 @@ class ReplicaSteps:
         share = self.module.trainer.accumulate_grad_batches
         scaler, redirected = getattr(precision, "scaler", None), self._lightning._forward_redirection
         scale = 1.0 if scaler is None else float(scaler.get_scale())
-        logs = StepLogs(self.module, self._strategy, is_training=True)
+        logs = self._logs(is_training=True)
         outputs: dict[int, Tree] = {}
 
         def loss_of(place: torch.Tensor) -> Outcome:
             replica, stated = model.replica, list[object]()
-            rows, is_again = batch[replica], replica in outputs
-            with self._logging(replica, rows, logs, is_again), precision.train_step_context(), states_to(stated):
+            rows = batch[replica]
+            with logs.of(replica, rows), precision.train_step_context(), states_to(stated):
                 output = redirected(model, self.module, _TRAINING, rows, *others, **named)
             outputs[replica] = output
             if (weight := one_of(stated, "call strategies.torch.loss_weight once in training_step")) is not None:
@@ -214,12 +204,12 @@ class ReplicaSteps:
         Raises:
             StrategyError: If the method writes a buffer, which would then be that of some replicas.
         """
-        logs, outputs = StepLogs(self.module, self._strategy, is_training=method == _TRAINING), []
+        logs, outputs = self._logs(is_training=method == _TRAINING), []
         step, buffers = getattr(self.module, method), _saved_buffers(self.module)
         self._attributes.begin(self._strategy.local_replicas)
         for replica, rows in batch.items():
             draws, attributes = self._drawing(replica, _STEP), self._attributes.of(replica)
-            with context(), self._logging(replica, rows, logs), draws, attributes:
+            with context(), logs.of(replica, rows), draws, attributes:
                 outputs.append(step(rows, *others, **named))
         self._attributes.end()
         written = sorted(name for name, *_ in _saved_buffers(self.module) - buffers)

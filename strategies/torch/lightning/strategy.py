@@ -290,10 +290,9 @@ class PopDistLightningStrategy(ParallelStrategy):
             pass_now=None if is_training else self._evaluation_now,
             injects=self._injects is not False,
         )
-        if trainer.state.fn == TrainerFn.FITTING and self._place is not None:
-            state = self._place.state_of_loader(trainer, is_training)
-            if state is not None:
-                loader.load_state_dict(state)
+        state = None if self._place is None else self._place.state_of_loader(trainer, is_training)
+        if state is not None:
+            loader.load_state_dict(state)
         return loader
 
     def _evaluation_now(self) -> int:
@@ -463,14 +462,13 @@ class PopDistLightningStrategy(ParallelStrategy):
             raise found
         state = found.get(_KEY, {}) if isinstance(found, Mapping) else {}
         replicas = self.strategy.num_replicas_in_sync
-        is_fitting = self._module.trainer.state.fn == TrainerFn.FITTING
-        if is_fitting and state.get("replicas", replicas) != replicas:
-            raise StrategyError(
-                f"the checkpoint {checkpoint_path} is of a training with {state['replicas']} replicas, and this job "
-                f"has {replicas}; give poprun --num-replicas {state['replicas']}, or begin a new training with its "
-                "weights"
-            )
-        if is_fitting:
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
+            if state.get("replicas", replicas) != replicas:
+                raise StrategyError(
+                    f"the checkpoint {checkpoint_path} is of a training with {state['replicas']} replicas, and this "
+                    f"job has {replicas}; give poprun --num-replicas {state['replicas']}, or begin a new training with "
+                    "its weights"
+                )
             self._place = ResumedPlace(found, state.get("place", {}))
         self._steps.steps_made = state.get("steps", found.get("global_step", 0))
         return dict(found)
