@@ -94,6 +94,7 @@ class DistributedDataset:
         num_read_ahead: Number of batches that are prepared before they are taken.
         is_last_outdated: Whether the batch yielded last belongs to other replicas than the present ones.
         consumed: The epoch and the step after the batch that was yielded last.
+        place: The argument.
 
     Raises:
         TypeError: If the source is of no known kind, or an argument has the wrong type.
@@ -125,7 +126,7 @@ class DistributedDataset:
         self._shuffle = shuffle
         self.num_read_ahead = at_least(0, "prefetch", prefetch)
         self._transfer_dtype = transfer_dtype
-        self._place = place
+        self.place = place
         self._instruments = instruments or Instruments()
         self._communicator = communicator if communicator is not None and communicator.size > 1 else None
         self._is_spare = is_spare
@@ -416,7 +417,7 @@ class DistributedDataset:
 
     def _moved(self, batch: Batch) -> Batch:
         """Return the batch on the devices."""
-        return self._place(converted(self._transfer_dtype, batch))
+        return self.place(converted(self._transfer_dtype, batch))
 
 
 def _version(leaf: Leaf) -> object:

@@ -198,15 +198,6 @@ def parts_of(batch: Batch, count: int, of_each: int = 1) -> list[Batch]:
         ValueError: If the first axis of a tensor is not a multiple of `count`; or a collated batch has other parts.
     """
     leaves, structure = trees.flatten(batch)
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor):
-            continue
-        if not leaf.ndim or len(leaf) % count:
-            raise ValueError(
-                f"a batch of shape {list(leaf.shape)} cannot be divided into {count} micro-batches of this instance; "
-                "its first axis must be a multiple of their number; give ragged rows as a CollatedBatch, or give "
-                "distribute_dataset a collate_fn"
-            )
     cut = [_cut(leaf, count, of_each) for leaf in leaves]
     return [trees.unflatten(structure, [parts[number] for parts in cut]) for number in range(count)]
 
@@ -216,7 +207,13 @@ def _cut(leaf: object, count: int, of_each: int) -> Sequence[object]:
         return [trees.map(_aligned, part) for part in leaf.groups(count, of_each)]
     if not isinstance(leaf, torch.Tensor):
         return [leaf] * count
-    return [_aligned(leaf)] if count == 1 else [_aligned(part) for part in torch.tensor_split(leaf, count)]
+    if not leaf.ndim or len(leaf) % count:
+        raise ValueError(
+            f"a batch of shape {list(leaf.shape)} cannot be divided into {count} micro-batches of this instance; its "
+            "first axis must be a multiple of their number; give ragged rows as a CollatedBatch, or give "
+            "distribute_dataset a collate_fn"
+        )
+    return [_aligned(part) for part in ([leaf] if count == 1 else torch.tensor_split(leaf, count))]
 
 
 def _aligned(leaf: object) -> object:
@@ -268,39 +265,34 @@ def distribute_dataset(
     Raises:
         TypeError: If there is a `collate_fn`, and the source has no length or no `[i]`.
     """
-    dataset = DistributedDataset(
+    dataset = strategy.distribute_dataset(
         _of_arrays(source) if collate_fn is None else CollatedSource(_of_tensors(source), collate_fn),
-        batch_size=batch_size,
-        total_replicas=strategy.replicas.num_replicas_in_sync,
-        local_replicas=strategy.replicas.local_replicas,
-        seed=seed,
+        batch_size,
+        seed,
         shuffle=shuffle,
         remainder=remainder,
         gradient_accumulation_count=gradient_accumulation_count,
         prefetch=prefetch,
-        place=lambda batch: strategy.replicas.sharding.noted(tensors_of(batch)),
-        communicator=strategy.replicas.communicator,
-        instruments=strategy.instruments,
-        is_spare=lambda: strategy.replicas.is_spare,
-        is_read_again=strategy.can_carry_on,
     )
-    strategy.replicas.adopt(dataset, gradient_accumulation_count * batch_size)
+    dataset.place = lambda batch: strategy.replicas.sharding.noted(tensors_of(batch))
     return dataset
 
 
 class RowOfEpoch(int):
-    """The index of an element that is read in an epoch. Worker processes of a loader get it pickled."""
+    """The index of an element that is read in an epoch. Worker processes of a loader get it pickled.
 
-    epoch: int
+    Attributes:
+        epoch: The number of the epoch.
+    """
 
-    def __new__(cls, index: int, epoch: int) -> RowOfEpoch:
-        """Make an index."""
-        row = super().__new__(cls, index)
+    epoch = 0
+
+    @classmethod
+    def of(cls, index: int, epoch: int) -> RowOfEpoch:
+        """Return the index of an element in an epoch."""
+        row = cls(index)
         row.epoch = epoch
         return row
-
-    def __reduce__(self) -> tuple[type[RowOfEpoch], tuple[int, int]]:
-        return RowOfEpoch, (int(self), self.epoch)
 
 
 class SeededRows(torch.utils.data.Dataset[Element]):
@@ -397,7 +389,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         order = epoch_order(self._length, self._seed, self.epoch, shuffle=self._shuffle)
         for step in range(self._layout.steps(self._length)):
             for index in order[self._layout.positions(step) % self._length].tolist():
-                yield RowOfEpoch(index, self.epoch)
+                yield RowOfEpoch.of(index, self.epoch)
 
     def seeded(self, dataset: torch.utils.data.Dataset[Element]) -> torch.utils.data.Dataset[Element]:
         """Return the data set with random numbers that depend on the seed, the epoch and the element alone.

@@ -227,7 +227,7 @@ class DataLoader:
                 rows = rows[self._places]
             elif self._drops:
                 return
-            yield [RowOfEpoch(index, epoch) for index in rows.tolist()]
+            yield [RowOfEpoch.of(index, epoch) for index in rows.tolist()]
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next loop read the order of an epoch, and later loops those of the epochs after it.
