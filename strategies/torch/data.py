@@ -16,7 +16,7 @@ from popdist.switches import require_switches
 from strategies.core.agreement import digest_of_arrays
 from strategies.data.datasets import DistributedDataset, is_pytree_of_arrays
 from strategies.data.layout import Indices, Layout, Remainder, epoch_order
-from strategies.data.randomness import kept_generators, seed_for
+from strategies.data.randomness import kept_generators, seeded
 from strategies.data.sources import DataSource, RandomAccess, RandomAccessSource, SourceFactory, Steps, common_length
 from strategies.late_jax import is_jax_array
 from strategies.strategy import Strategy
@@ -315,13 +315,9 @@ class SeededRows(torch.utils.data.Dataset[Element]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Element]:
-        """Return the elements of a batch, for PyTorch's loader."""
-        with kept_generators():  # which takes as long as seeding for ten elements
-            return [self._seeded(index) for index in indices]
-
-    def _seeded(self, index: int) -> Element:
-        seed_for(self._seed, getattr(index, "epoch", 0), index)
-        return self._dataset[int(index)]
+        """Return the elements of a batch, for PyTorch's loader. All are of the same epoch."""
+        with seeded(self._dataset, self._seed, getattr(indices[0], "epoch", 0)) as elements:
+            return [elements[int(index)] for index in indices]
 
 
 class DistributedSampler(torch.utils.data.Sampler[int]):

@@ -197,10 +197,14 @@ class DataLoader:
         return batches if self._mode is DataLoaderMode.Sync else prefetched(batches, self._buffers)
 
     def _batches(self) -> Generator[Batch, None, None]:
-        yield from self._of_stream() if self._is_iterable else self._loader
+        if self._is_iterable:
+            yield from map(self._collate, self._in_batches(self._loader))
+        else:
+            yield from self._loader
 
-    def _of_stream(self) -> Generator[Batch, None, None]:
-        elements, whole, places = iter(self._loader), self._rows_of_all, self._places.tolist()
+    def _in_batches(self, elements: Iterable[Element]) -> Iterator[list[Element]]:
+        """Yield this instance's elements of each batch of all replicas."""
+        elements, whole, places = iter(elements), self._rows_of_all, self._places.tolist()
         while rows := list(itertools.islice(elements, whole)):
             if len(rows) == whole:
                 rows = [rows[place] for place in places]
@@ -212,7 +216,7 @@ class DataLoader:
                     "instances, and drop_last is False; a shorter batch cannot be shared by several instances: "
                     "use drop_last=True"
                 )
-            yield self._collate(rows)
+            yield rows
 
     def _indices_of(self, epoch: int) -> Iterator[list[RowOfEpoch]]:
         """Yield the indices of the elements of each batch."""
@@ -221,13 +225,8 @@ class DataLoader:
         else:
             with drawing_from(seed_of(self.options.seed, 0, epoch, 0), HOST):  # the same numbers on all instances
                 order = np.fromiter(map(int, self._sampler), np.int64)
-        for first in range(0, len(order), self._rows_of_all):
-            rows = order[first : first + self._rows_of_all]
-            if len(rows) == self._rows_of_all:
-                rows = rows[self._places]
-            elif self._drops:
-                return
-            yield [RowOfEpoch.of(index, epoch) for index in rows.tolist()]
+        for rows in self._in_batches(order.tolist()):
+            yield [RowOfEpoch.of(index, epoch) for index in rows]
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next loop read the order of an epoch, and later loops those of the epochs after it.

@@ -162,7 +162,6 @@ class PopDistLightningStrategy(ParallelStrategy):
             precision_plugin=precision_plugin,
         )
         self._given_seed, self._options = seed, options
-        self._injects: bool | None = None  # the Trainer's use_distributed_sampler
         self._steps = ReplicaSteps(self, self.strategy)
         self._place: ResumedPlace | None = None
 
@@ -193,7 +192,6 @@ class PopDistLightningStrategy(ParallelStrategy):
 
     def set_world_ranks(self) -> None:
         """Tell Lightning which of its functions run on instance 0 only. Called by each new Trainer."""
-        self._injects = None
         rank_zero_only.rank = of_fabric.rank = self.global_rank
 
     @property
@@ -214,10 +212,9 @@ class PopDistLightningStrategy(ParallelStrategy):
             StrategyError: If the precision is unknown, or the program asks for what replicas cannot do.
         """
         self._check_setup()
-        if self._injects is None:
-            connector = self._module.trainer._accelerator_connector
-            self._injects = connector.use_distributed_sampler
-            connector.use_distributed_sampler = False  # Lightning would deal rows to processes
+        connector = self._module.trainer._accelerator_connector
+        if connector.use_distributed_sampler:
+            connector.use_distributed_sampler = None  # Lightning would deal rows to processes
         if not self._is_on_cpu and self.strategy.defaults.deterministic:
             use_deterministic_operations(os.environ)  # before Lightning starts CUDA
         if (threads := self._options.get("intra_op_threads", 1)) is not None:
@@ -288,7 +285,7 @@ class PopDistLightningStrategy(ParallelStrategy):
             self.strategy,
             self._seed,
             pass_now=None if is_training else self._evaluation_now,
-            injects=self._injects is not False,
+            injects=trainer._accelerator_connector.use_distributed_sampler is None,
         )
         state = None if self._place is None else self._place.state_of_loader(trainer, is_training)
         if state is not None:
