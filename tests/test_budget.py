@@ -44,7 +44,7 @@ BUDGET: dict[str, int] = {
     "poprun/verify": 1545,
     "strategies": 2129,
     "strategies/checkpoints": 909,
-    "strategies/compat": 4217,
+    "strategies/compat": 4215,
     "strategies/core": 1822,
     "strategies/data": 1378,
     "strategies/exchange": 1033,

@@ -13,10 +13,11 @@ from __future__ import annotations
 import dis
 import itertools
 import json
+import pickle
 from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import partial
 from types import CellType, CodeType, FunctionType
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 import torch
 
@@ -33,6 +34,7 @@ Order = Mapping[str, Sequence[str]]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
+_T = TypeVar("_T")
 _WORDS = 64
 """Number of hashes. As squares are below 2**12, float32 sums of 4,096 replicas are exact, and so is a variance of 0."""
 _DIFFERENT = 1e-4
@@ -78,6 +80,37 @@ def gather_bytes(communicator: Communicator, data: bytes, name: str) -> list[byt
         name: The name of the call in messages.
     """
     return [broadcast_bytes(communicator, data, root, name) for root in range(communicator.size)]
+
+
+def broadcast_object(communicator: Communicator, value: _T, root: int, name: str) -> _T:
+    """Return the object of the instance `root` on every instance. Collective.
+
+    Args:
+        communicator: The communicator of all instances.
+        value: The object; only that of `root` is used, and returned there as it is.
+        root: The rank of the instance.
+        name: The name of the call in messages.
+    """
+    if communicator.size == 1:
+        return value
+    is_root = communicator.rank == root
+    received = broadcast_bytes(communicator, pickle.dumps(value) if is_root else b"", root, name)
+    found: _T = value if is_root else pickle.loads(received)  # noqa: S301 - the job's own connections carry it
+    return found
+
+
+def gather_objects(communicator: Communicator, value: _T, name: str) -> list[_T]:
+    """Return the objects of all instances on every instance, in the order of the ranks. Collective.
+
+    Args:
+        communicator: The communicator of all instances.
+        value: The object of this instance.
+        name: The name of the call in messages.
+    """
+    if communicator.size == 1:
+        return [value]
+    gathered = gather_bytes(communicator, pickle.dumps(value), name)
+    return [pickle.loads(one) for one in gathered]  # noqa: S301
 
 
 def agree_on_order(replicas: Replicas, module: torch.nn.Module) -> None:

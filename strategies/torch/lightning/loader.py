@@ -28,8 +28,8 @@ from typing_extensions import override
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import DisagreementError, StrategyError
 from strategies.strategy import Strategy
+from strategies.torch.agreement import gather_objects
 from strategies.torch.data import DistributedSampler, parts_of
-from strategies.torch.lightning.metrics import gather_objects
 from strategies.torch.lightning.resuming import states_of, write_states
 from strategies.torch.replicas.generators import drawing_from, seed_generators, seed_of
 from strategies.torch.tensors import HOST

@@ -23,8 +23,8 @@ from typing_extensions import override
 from strategies.errors import StrategyError
 from strategies.job_strategies import PopDistStrategy
 from strategies.strategy import Strategy, get_strategy
+from strategies.torch.agreement import broadcast_object, gather_objects
 from strategies.torch.lightning.loader import ReplicaBatches, ReplicaLoader, by_replica, is_sharded, sharded_loader
-from strategies.torch.lightning.metrics import broadcast_object, gather_objects
 from strategies.torch.lightning.resuming import ResumedPlace, is_in_batch, place_of
 from strategies.torch.lightning.steps import ReplicaSteps
 from strategies.torch.replicas.generators import has_baton
