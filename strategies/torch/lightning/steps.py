@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import final
+from typing import TypeAlias, final
 
 import numpy as np
 import pytorch_lightning as pl
@@ -26,7 +26,7 @@ from strategies.errors import StrategyError
 from strategies.strategy import Strategy
 from strategies.torch.agreement import broadcast_object, gather_objects
 from strategies.torch.distributed_model.model import DistributedModel
-from strategies.torch.lightning.loader import ReplicaBatches
+from strategies.torch.lightning.loader import ReplicaBatches, by_replica
 from strategies.torch.options import number_of, one_of, states_to
 from strategies.torch.replicas.generators import drawing_from, seed_of
 from strategies.torch.replicas.state import Attributes
@@ -307,6 +307,7 @@ def _listed(names: Sequence[str]) -> str:
 _OUTSIDE = 2**40  # the first micro-batch in the seeds of random numbers that are drawn outside of training steps
 _TRANSFER, _STEP = 1, 2
 _TRAINING = "training_step"
+_Context: TypeAlias = AbstractContextManager[None]
 
 
 class ReplicaSteps:
@@ -374,7 +375,7 @@ class ReplicaSteps:
         self.batches += 1
         self.steps_before = self.steps_made
 
-    def _drawing(self, replica: int, purpose: int) -> AbstractContextManager[None]:
+    def _drawing(self, replica: int, purpose: int) -> _Context:
         place = _OUTSIDE + (self.batches << 2) + purpose
         return drawing_from(seed_of(self._seed, replica, self.steps_made, place), self._lightning.root_device)
 
@@ -389,20 +390,20 @@ class ReplicaSteps:
 
     # ---- training
 
-    def train(self, batch: ReplicaBatches, others: Sequence[Tree], named: Mapping[str, Tree]) -> Tree:
+    def train(self, batch: object, /, *others: Tree, **named: Tree) -> Tree:
         """Compute the mean gradients of all replicas, which the backward pass of the mean loss adds. Collective.
 
         Args:
-            batch: The batches.
+            batch: The batches of the replicas, or of several loaders.
             others: The arguments of `training_step` after the batch.
             named: Its arguments by name.
 
         Returns:
             The mean loss; in a dictionary with lists of the local replicas' values if `training_step` returns one.
         """
-        precision = self._lightning.precision_plugin
+        batches, precision = by_replica(batch), self._lightning.precision_plugin
         if not self.module.automatic_optimization:  # the only replica of the job calls the optimizers by itself
-            [output] = self.run(_TRAINING, precision.train_step_context, batch, others, named)
+            [output] = self.run(_TRAINING, precision.train_step_context, batches, *others, **named)
             self.steps_made += 1
             return output
         if (model := self._model) is None:
@@ -415,7 +416,7 @@ class ReplicaSteps:
 
         def loss_of(place: torch.Tensor) -> Outcome:
             replica, stated = model.replica, list[object]()
-            rows = batch[replica]
+            rows = batches[replica]
             with logs.of(replica, rows), precision.train_step_context(), states_to(stated):
                 output = redirected(model, self.module, _TRAINING, rows, *others, **named)
             outputs[replica] = output
@@ -430,7 +431,7 @@ class ReplicaSteps:
             return Outcome(loss if scaler is None else scaler.scale(loss), weight=weight)
 
         model.steps_made = self.steps_made
-        mean = self._averaged(lambda: model.backward(loss_of, torch.arange(len(batch))))
+        mean = self._averaged(lambda: model.backward(loss_of, torch.arange(len(batches))))
         self.steps_made = model.steps_made
         logs.share(is_whole=True)
         mean = (mean.to(self._lightning.root_device) * share / scale).requires_grad_()
@@ -466,29 +467,24 @@ class ReplicaSteps:
     # ---- evaluations
 
     def run(
-        self,
-        method: str,
-        context: Callable[[], AbstractContextManager[None]],
-        batch: ReplicaBatches,
-        others: Sequence[Tree],
-        named: Mapping[str, Tree],
+        self, method: str, context: Callable[[], _Context], batch: object, /, *others: Tree, **named: Tree
     ) -> list[Tree]:
         """Run a method of the module for each local replica with rows, and return the outputs. Collective if it logs.
 
         Args:
             method: The name of the method.
             context: A context of Lightning's plugin for precision.
-            batch: The batches.
+            batch: The batches of the replicas, or of several loaders.
             others: The arguments of the method after the batch.
             named: Its arguments by name.
 
         Raises:
             StrategyError: If the method writes a buffer, which would then be that of some replicas.
         """
-        logs, outputs = self._logs(is_training=method == _TRAINING), []
+        batches, logs, outputs = by_replica(batch), self._logs(is_training=method == _TRAINING), []
         step, buffers = getattr(self.module, method), _saved_buffers(self.module)
         self._attributes.begin(self._strategy.local_replicas)
-        for replica, rows in batch.items():
+        for replica, rows in batches.items():
             draws, attributes = self._drawing(replica, _STEP), self._attributes.of(replica)
             with context(), logs.of(replica, rows), draws, attributes:
                 outputs.append(step(rows, *others, **named))
@@ -501,7 +497,7 @@ class ReplicaSteps:
                 "persistent=False"
             )
         if self.module.trainer._results is not None:  # predict_step cannot log
-            logs.share(batch.is_whole)
+            logs.share(batches.is_whole)
         return outputs
 
 

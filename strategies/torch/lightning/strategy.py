@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NoReturn, TypeVar, final
 
@@ -28,7 +27,7 @@ from strategies.torch.lightning.loader import ReplicaBatches, ReplicaLoader, by_
 from strategies.torch.lightning.resuming import ResumedPlace, is_in_batch, place_of
 from strategies.torch.lightning.steps import ReplicaSteps
 from strategies.torch.replicas.generators import has_baton
-from strategies.torch.tensors import as_tensor, chosen_here, host_array, use_deterministic_operations
+from strategies.torch.tensors import HOST, as_tensor, chosen_here, host_array, use_deterministic_operations
 from strategies.typing import Batch, Tree
 
 _Value = TypeVar("_Value")
@@ -197,12 +196,9 @@ class PopDistLightningStrategy(ParallelStrategy):
     @property
     @override
     def root_device(self) -> torch.device:
-        if self._is_on_cpu:
-            return torch.device("cpu")
-        assert self.parallel_devices
-        if len(self.parallel_devices) == 1:
-            return torch.device(self.parallel_devices[0])
-        return chosen_here(torch.device(self.parallel_devices[0].type), self.local_rank)
+        first, *others = self.parallel_devices or [HOST]
+        is_chosen = self._is_on_cpu or not others
+        return torch.device(first) if is_chosen else chosen_here(torch.device(first.type), self.local_rank)
 
     @override
     def setup_environment(self) -> None:
@@ -319,7 +315,7 @@ class PopDistLightningStrategy(ParallelStrategy):
     # ---- steps
 
     @override
-    def training_step(self, *args: Tree, **kwargs: Tree) -> Tree:
+    def training_step(self, batch: Tree, *args: Tree, **kwargs: Tree) -> Tree:
         """Compute the gradients of all replicas. Collective.
 
         Returns:
@@ -328,38 +324,31 @@ class PopDistLightningStrategy(ParallelStrategy):
         Raises:
             StrategyError: If a replica returns no loss, or replicas log different names.
         """
-        batch, *others = args
-        return self._steps.train(by_replica(batch), others, kwargs)
+        return self._steps.train(batch, *args, **kwargs)
 
     @override
-    def validation_step(self, *args: Tree, **kwargs: Tree) -> list[Tree]:
+    def validation_step(self, batch: Tree, *args: Tree, **kwargs: Tree) -> list[Tree]:
         """Run the module's `validation_step` for each local replica with rows, and list the outputs. Collective."""
-        return self._evaluated("validation_step", self.precision_plugin.val_step_context, *args, **kwargs)
+        return self._steps.run("validation_step", self.precision_plugin.val_step_context, batch, *args, **kwargs)
 
     @override
-    def test_step(self, *args: Tree, **kwargs: Tree) -> list[Tree]:
+    def test_step(self, batch: Tree, *args: Tree, **kwargs: Tree) -> list[Tree]:
         """Run the module's `test_step` for each local replica with rows, and list the outputs. Collective."""
-        return self._evaluated("test_step", self.precision_plugin.test_step_context, *args, **kwargs)
+        return self._steps.run("test_step", self.precision_plugin.test_step_context, batch, *args, **kwargs)
 
     @override
-    def predict_step(self, *args: Tree, **kwargs: Tree) -> list[Tree]:
+    def predict_step(self, batch: Tree, *args: Tree, **kwargs: Tree) -> list[Tree]:
         """Run the module's `predict_step` for each replica with rows, and list the outputs in the order of the rows.
 
         Collective if Lightning returns predictions: the list then has the outputs of all replicas, and only those of
         this instance otherwise.
         """
-        found = self._evaluated("predict_step", self.precision_plugin.predict_step_context, *args, **kwargs)
+        found = self._steps.run("predict_step", self.precision_plugin.predict_step_context, batch, *args, **kwargs)
         if not self._module.trainer.predict_loop.return_predictions:
             return found
-        on_host = pl.utilities.move_data_to_device(found, torch.device("cpu"))
+        on_host = pl.utilities.move_data_to_device(found, HOST)
         gathered = gather_objects(self.strategy.communicator, on_host, "predictions")
         return [one for of_instance in gathered for one in of_instance]
-
-    def _evaluated(
-        self, method: str, context: Callable[[], AbstractContextManager[None]], *args: Tree, **kwargs: Tree
-    ) -> list[Tree]:
-        batch, *others = args
-        return self._steps.run(method, context, by_replica(batch), others, kwargs)
 
     @override
     def on_predict_end(self) -> None:
