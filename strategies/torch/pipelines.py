@@ -410,8 +410,8 @@ class StageCursor:
             self._begins.append(_sequence_number())
             self._wait()
 
-    def begin_backward(self, loss: torch.Tensor) -> None:
-        """End the forward pass with a loss, and wait until its backward pass may begin."""
+    def backward(self, loss: torch.Tensor) -> None:
+        """End the forward pass with a loss, and run its backward pass when it may begin."""
         self._advance(self._last_stage, "the loss")
         if self.stage:
             for stage, node in entries_of(loss, self._begins, self._stages).items():
@@ -420,9 +420,6 @@ class StageCursor:
         self._done()
         self._kind = ActionKind.BACKWARD
         self._wait()
-
-    def back(self, loss: torch.Tensor) -> None:
-        """Run the backward pass from the loss that `begin_backward` was given."""
         loss.backward()
         self._go_back(0)
         self._done()

@@ -122,14 +122,12 @@ class ReplicaPasses:
                 found[number] = names, values, loss.detach(), weight, outputs
                 del outcome  # the history of metrics
                 loss = self._for_backward(loss, number, scale, weight, pairs, maps)
-                if cursor is not None:
-                    cursor.begin_backward(loss)
                 if ends is not None and number == count - 1:
                     ends()
                 if cursor is None:
                     loss.backward()
                 else:
-                    cursor.back(loss)
+                    cursor.backward(loss)
 
         with ExitStack() as maps, way_out_of_refusals():
             if self._map is not None:
