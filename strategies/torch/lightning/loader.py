@@ -8,20 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import cast, final
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 from typing_extensions import override
 
@@ -110,7 +103,6 @@ _OPTIONS = (
     *("prefetch_factor", "persistent_workers"),
 )
 """The options of a DataLoader that the loaders of replicas share with it."""
-_OF_TORCH = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 @dataclass(frozen=True)
@@ -362,8 +354,9 @@ class ShardedLoader(ReplicaLoader):
         if self._pass_now is None:  # an evaluation begins anew
             super().load_state_dict(state)
         if "pass" not in state:
-            is_known = type(self._units) in _OF_TORCH and not states_of(self._units)  # by the seed and the epoch
-            if state["given"] and not is_known:
+            units = self._units
+            is_of_torch = type(units).__module__ == Sampler.__module__ and not isinstance(units, BatchSampler)
+            if state["given"] and not (is_of_torch and not states_of(units)):  # else the seed and the epoch decide
                 self._warn("the checkpoint was written by an earlier version, which did not save the sampler")
             return
         write_states(self._units, state.get("before", {}))
@@ -465,19 +458,15 @@ class SplitLoader(ReplicaLoader):
 
     @override
     def read(self, epoch: int, start: int, continues: bool) -> Iterator[ReplicaBatches]:
-        local = self._strategy.local_replicas
-        for batch in self._batches(epoch, start):
+        source, local = self._source, self._strategy.local_replicas
+        if isinstance(source, DistributedDataset):
+            source.restore(replace(source.position(), epoch=epoch, step=start))
+            batches: Iterator[Batch] = source.epoch(epoch)
+        else:
+            source.sampler.set_epoch(epoch)  # type: ignore[attr-defined, unused-ignore]
+            batches = islice(source, start, None)
+        for batch in batches:
             yield ReplicaBatches(dict(zip(local, parts_of(batch, len(local)), strict=True)))
-
-    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        if isinstance(self._source, DistributedDataset):
-            self._source.restore(replace(self._source.position(), epoch=epoch, step=start))
-            yield from self._source.epoch(epoch)
-            return
-        self._source.sampler.set_epoch(epoch)  # type: ignore[attr-defined, unused-ignore]
-        for number, batch in enumerate(self._source):
-            if number >= start:
-                yield batch
 
 
 def sharded_loader(

@@ -88,11 +88,8 @@ def _plain(state: Tree) -> Tree:
 
 _PROGRESS = "epoch_loop.batch_progress"
 _LOADERS = "combined_loader"  # Lightning's key of the states of training loaders
-
-
-def _of_process() -> dict[str, Tree]:
-    """Return the generators from which hooks of modules and callbacks draw."""
-    return {"torch": torch.default_generator, "numpy": np.random.mtrand._rand, "python": random._inst}
+_OF_PROCESS = {"torch": torch.default_generator, "numpy": np.random.mtrand._rand, "python": random._inst}
+"""The generators from which hooks of modules and callbacks draw."""
 
 
 def is_in_batch(trainer: pl.Trainer) -> bool:
@@ -117,7 +114,7 @@ def place_of(trainer: pl.Trainer) -> dict[str, Tree]:
     state = {
         "loaders": validation._combined_loader._state_dicts() if validation._combined_loader is not None else [],
         "made": [validation._last_val_dl_reload_epoch, fit._last_train_dl_reload_epoch],
-        "generators": states_of(_of_process()),
+        "generators": states_of(_OF_PROCESS),
         "metrics": {
             name: move_data_to_device(one, HOST) for name, one in trainer.callback_metrics.items() if name not in means
         },
@@ -198,7 +195,7 @@ class ResumedPlace:
         parameters = dict(trainer.lightning_module.named_parameters())
         for name, gradient in state.get("gradients", {}).items():
             parameters[name].grad = gradient.to(parameters[name].device)
-        write_states(_of_process(), state["generators"])
+        write_states(_OF_PROCESS, state["generators"])
         if is_inside and self._ends_batch:
             _end_batch_first(loop, state["validated"])
         elif not is_inside:
