@@ -109,9 +109,9 @@ IN_TORCH_WEIGHTS = (
     ),
     Fault(
         name="an instance that is late does not hear that a step has no weight",
-        path="strategies/torch/distributed_model/parts.py",
-        old='found, buffers, sent["weight"])',
-        new="found, buffers, None)",
+        path="strategies/torch/distributed_model/averaging.py",
+        old="dict(means.buffers), means.weight))",
+        new="dict(means.buffers), None))",
         caught_by=f"{_OF_LOOPS}test_a_late_instance_hears_the_mean_weight",
     ),
 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
@@ -12,32 +13,48 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from strategies.core.agreement import replicas_where
+from strategies.core.agreement import broadcast_bytes, insist_on_agreement, insist_on_same_bits, replicas_where
 from strategies.core.journal import Recorded
 from strategies.core.metrics import layer_statistics, report_layer_statistics
 from strategies.core.options import ERROR, SKIP, is_weighted, weighted_means
 from strategies.core.survival import collectively, warn_of_loss
 from strategies.errors import SpareError, StrategyError, ZeroWeightError
+from strategies.jax.comparing.agreement import digest_of, host_arrays
 from strategies.jax.replicas.replicas import Replicas
-from strategies.torch.distributed_model.parts import AveragedParts, MeanPassResult, PassResult
+from strategies.torch.agreement import broadcast_order, hash_at_step, order_of, put_in_order, settings_differ
 from strategies.torch.distributed_model.passes import (
     GradientHooks,
     LossWeight,
+    MeanPassResult,
     ModelPass,
+    Named,
     PassCounters,
+    PassResult,
+    WrittenBuffers,
     call_if_there,
     has_gradient,
     is_returned,
     passes_over,
 )
-from strategies.torch.exchange.gradients import raise_gradient_came_twice
-from strategies.torch.exchange.plan import Tail, TailValues, check_gradients_on_all
-from strategies.torch.options import TorchOptions, check_weight_with_sync_layers, weighted_loss, weighted_value
+from strategies.torch.exchange.gradients import GradientExchange, raise_gradient_came_twice
+from strategies.torch.exchange.paths import path_of_loops
+from strategies.torch.exchange.plan import Parameter, Tail, TailValues, TorchGradientPlan, check_gradients_on_all
+from strategies.torch.options import (
+    TorchOptions,
+    check_weight_with_sync_layers,
+    check_weights_supported,
+    weighted_loss,
+    weighted_value,
+)
+from strategies.torch.replicas.buffers import ModelBuffers
 from strategies.torch.replicas.generators import has_baton
-from strategies.torch.replicas.gradient_map import GradientMap
-from strategies.torch.replicas.module_parts import ModuleWatch
+from strategies.torch.replicas.gradient_map import GradientMap, GroupRow
+from strategies.torch.replicas.guard import is_due
+from strategies.torch.replicas.module_parts import ModuleWatch, Slot
+from strategies.torch.replicas.state import pack_tree, unpack_tree
 from strategies.torch.replicas.sync_batch_norm import sync_context_of_loop, sync_layers_of
-from strategies.torch.tensors import divide, real_views, tensors_in
+from strategies.torch.tensors import ReplicaMemory, divide, host_array, real_views, tensors_in
+from strategies.torch.training import check_module, received_tensors, take_over
 from strategies.torch.updates import layers_of_loop, parameters_of
 from strategies.typing import Tree
 
@@ -46,6 +63,11 @@ Closure = Callable[[], torch.Tensor | float]
 
 _GRAD, _CALL = "torch.autograd.grad", "torch.func.functional_call"  # functions that a warning is about
 _MOST = 3  # parameters named in that warning
+
+
+NAMES = ("active", "changed", "loss", "weight", "weighted")
+"""The numbers that travel with gradients: whether the replica is still in its loop, whether it needs a new plan, its
+loss if it is known, the weight of its losses, and whether they have weights."""
 
 
 class GradientAveraging:
@@ -61,20 +83,39 @@ class GradientAveraging:
         module: The module.
         replicas: The replicas of all instances.
         loop: The state of the loop.
-        parts: The parameters and buffers of the module, and the plan of their exchange.
+        watch: The watch over the module, whose parts the program may change between two steps.
+        buffers: The buffers on which replicas agree.
+        changes: The changes of these buffers, and of frozen parameters.
+        number: The number of the model among those that share a communicator; 0: not known yet.
+        named: The parameters of the plan, with their names.
+        numbers: The places in the plan, by the ids of parameters.
+        slots: The buffers and frozen parameters of the plan.
+        exchange: The exchange of the gradients; None if the next backward pass plans it.
+        is_behind: Whether the module has changed, so that a new plan is needed.
+        leaves_early: Whether gradients are exchanged while backward passes run.
         is_alone: Whether there is one replica, whose gradients are the means.
         sync_context: The replica for which layers that wait for other replicas compute.
     """
 
     def __init__(self, module: torch.nn.Module, replicas: Replicas, options: TorchOptions) -> None:
         self.module, self.replicas, self._options = module, replicas, options
-        watch = ModuleWatch(module)
-        self.loop = PassCounters(options.seed, replicas.local_replicas.start, replicas.instruments.step_begins, watch)
-        self.is_alone = replicas.num_replicas_in_sync == 1
-        self._streams = options.streams_over(replicas)
+        self.watch = ModuleWatch(module)
+        first, count = replicas.local_replicas.start, replicas.num_replicas_in_sync
+        self.loop = PassCounters(options.seed, first, replicas.instruments.step_begins, self.watch)
+        self.is_alone = count == 1
+        self.buffers = ModelBuffers(module, options.model_state_aggregation, count, first)
+        self.changes = WrittenBuffers(self.buffers, self.watch)
+        self.number = 0
+        self.named: Named = ()
+        self.numbers: dict[int, int] = {}
+        self.slots: Sequence[Slot] = ()
+        self.exchange: GradientExchange | None = None
+        self.is_behind = self.leaves_early = False
+        self._known: Set[int] = frozenset()  # ids of the parameters of the last plan, which passes may write since
+        self._writes_before = 0  # the number of writes to parameters when instances last had the same bits
         self._meet_the_others()
         self._hooks = GradientHooks(self.gradient_is_complete)
-        self.parts = AveragedParts(module, replicas, options, watch, self._hooks)
+        self._hooks.follow(self.watch.named)
         self._pass: ModelPass | None = None
         self._ended: PassResult | None = None  # the results of the pass, when it has ended
         self._has_warned = False  # whether it has warned that a lost instance ends the job
@@ -85,25 +126,22 @@ class GradientAveraging:
 
     def _meet_the_others(self) -> None:
         self._communicator = self.replicas.communicator
-        self.sync_context = sync_context_of_loop(self.module, self.replicas, self._streams)
+        streams = self._options.streams_over(self.replicas)
+        self.sync_context = sync_context_of_loop(self.module, self.replicas, streams)
         self.passes = passes_over(self._communicator)
         self.passes.members.add(self.loop.weights)
 
-    # ---- collective calls outside of backward passes
+    @property
+    def device(self) -> torch.device:
+        """The device of the module."""
+        return self.watch.named[0][1].device
 
-    def connect(self, known: set[int]) -> None:
-        """Connect with the instances that are left, if some were lost since the last call. Collective if so.
+    # ---- agreement with the other instances
 
-        Args:
-            known: The value of `AveragedParts.known` before this step, the same on all instances.
-        """
+    def connect(self) -> None:
+        """Connect with the instances that are left, if some were lost since the last call."""
         if self._communicator is not self.replicas.communicator:
-            self.parts.known = known
-            if self.parts.exchange is not None:
-                self.follow()
-                self.parts.look_again()
-            if self.parts.number:
-                self.parts.plan_for_others()
+            self.exchange, self._known = None, frozenset()
             self._meet_the_others()
 
     def start(self) -> None:
@@ -112,33 +150,168 @@ class GradientAveraging:
 
         def attempt() -> bool:
             self._meet_the_others()
-            self.parts.take_order()
-            self.parts.insist_on_agreement()
-            self.parts.begin_alike(0)
-            self.parts.make_plan()
+            self._make_plan(begins=True)
             return True
 
         def share(is_done: bool, root: int) -> bool:
-            self.parts.begin_alike(root)  # `connect` makes the plan
+            self.begin_alike(root)
             return is_done
 
         recorded = Recorded[bool]("start of a DistributedModel", lambda done: bool, raise_on_spare)
         collectively(self.replicas, attempt, share, lambda: True, recorded)
 
     def _entitle(self) -> None:
-        if not self.parts.number:
+        if not self.number:
             self.passes.models += 1
-            self.parts.number = self.passes.models
+            self.number = self.passes.models
+
+    def begin_alike(self, root: int) -> None:
+        """Take over the parameters and buffers of the instance `root`. Collective."""
+        named = [*self.module.named_parameters(), *self.module.named_buffers()]
+        take_over(named, received_tensors(named, self.replicas.communicator, root))
+        self.changes.begin()
+        self._writes_before = self.watch.writes
+
+    def _compare_bits(self, hashes: tuple[float, float]) -> None:
+        """Compare the bits of parameters, and the step, if hashes differ, and in steps 1, 2, 4, 8, ... Then collective.
+
+        Args:
+            hashes: The mean of the hashes of all instances, and of their squares.
+
+        Raises:
+            DivergenceError: On all instances, if bits differ.
+        """
+        step = self.loop.step
+        if settings_differ(*hashes) or (step and is_due(step)):
+            named = [*self.module.named_parameters(), ("steps_made", torch.tensor(step))]
+            state = {name: host_array(one) for name, one in named}
+            insist_on_same_bits(self.replicas, host_arrays(state), step)
+            self._writes_before = self.watch.writes
+
+    # ---- the plan
+
+    def _make_plan(self, begins: bool = False) -> None:
+        """Compare the instances, and plan the exchange for the parameters that are trained now. Collective.
+
+        The parts of the module get the order that they have on the first instance.
+
+        Args:
+            begins: Whether all instances take over the parameters and buffers of instance 0. If not, parameters are
+                compared, except frozen ones of the last plan.
+
+        Raises:
+            DisagreementError: On all instances, if options, parameters or buffers differ.
+        """
+        check_module(self.module)
+        put_in_order(self.module, broadcast_order(self.replicas, order_of(self.module)))
+        self._look()
+        self.changes.follow()
+        compared = {name for name, one in self.watch.named if one.requires_grad or id(one) not in self._known}
+        terms = {name: _described(one, name in compared and not begins) for name, one in self.watch.named}
+        buffers = {slot.name: f"buffer {slot.tensor.dtype}" for slot in self.buffers.slots}
+        options = {name: str(value) for name, value in self._options.terms.items()}
+        insist_on_agreement(self.replicas, [options, terms, buffers])
+        if begins:
+            self.begin_alike(0)
+        # A layer may be frozen for a while, so the plan keeps those that it has.
+        self.named = [(name, one) for name, one in self.watch.named if one.requires_grad or id(one) in self.numbers]
+        self.numbers = {id(one): number for number, (_, one) in enumerate(self.named)}
+        self.is_behind, self._known = False, set(map(id, self.watch.parameters))
+        self._writes_before = self.watch.writes
+        self.slots = self.buffers.slots
+        self.exchange = self._new_exchange()
+        self.leaves_early = self.exchange.plan.streams and not self.is_alone
+
+    def _new_exchange(self) -> GradientExchange:
+        """Return the exchange for the parameters of the plan. Collective."""
+        replicas, memory = self.replicas, ReplicaMemory(self.device)
+        parameters = tuple(Parameter.of(*one) for one in self.named)
+        title = "gradients" if self.number == 1 else f"gradients of model {self.number}"
+        plan = TorchGradientPlan(parameters, self._options.transfer, title=title)
+        rows = [dict[int, GroupRow]() for _ in replicas.local_replicas]
+        if 1 < replicas.num_replicas_in_sync == replicas.communicator.size:
+            late = "gradients on a device are exchanged when the backward pass has ended; leave stream_gradients out"
+            path = path_of_loops(replicas, self.device, late if self._options.stream_gradients else "")
+            if path is not None:
+                return GradientExchange(plan, NAMES, replicas, memory, rows, path)
+        tail = Tail.size(len(NAMES), len(parameters), len(self.slots))
+        whole = replace(plan, streams=self._options.streams_over(replicas), tail=tail)
+        allocate = replicas.communicator.allocate
+        return GradientExchange(whole, NAMES, replicas, memory, rows, None, allocate, not whole.streams)
+
+    def shared(self, means: MeanPassResult | None, root: int) -> MeanPassResult:
+        """Return the means that the instance `root` has. Collective.
+
+        Args:
+            means: The means on instances that have them; None elsewhere.
+            root: The rank of an instance that has them.
+        """
+        packed = b""
+        if means is not None:
+            packed = pack_tree((means.loss, dict(means.gradients), dict(means.buffers), means.weight))
+        packed = broadcast_bytes(self.replicas.communicator, packed, root, "which means there are")
+        return MeanPassResult(*unpack_tree(packed, self.device))
+
+    # ---- changes of the module
+
+    def _look(self) -> None:
+        self.watch.look()
+        self._hooks.follow(self.watch.named)
+
+    def _follow_parts(self) -> None:
+        """Find the parts that the module has now, of which some are new."""
+        self._look()
+        self.is_behind = True
+        self.changes.passes = 0
+
+    def look_again(self) -> None:
+        """Compare the module with the plan, and record whether a new plan is needed.
+
+        Raises:
+            StrategyError: If a parameter is new, and its gradient was missed.
+        """
+        watch = self.watch
+        if watch.has_other_parts:
+            named = self.module.named_parameters()
+            if unknown := [name for name, one in named if one not in self._hooks and one.requires_grad]:
+                raise StrategyError(
+                    f"{unknown[0]} is new in the module, and its gradient was missed in a backward pass that "
+                    "does not come from the DistributedModel; call the DistributedModel, not the module in it"
+                )
+            self._follow_parts()
+        are_new = any(one.requires_grad and id(one) not in self.numbers for one in watch.parameters)
+        if are_new or watch.has_other_kinds:
+            watch.look()
+            self.is_behind = True
+
+    def gradients_of(self, came: Set[int], earlier: Set[int] = frozenset()) -> dict[str, torch.Tensor | None]:
+        """Return the gradients that a step has, by the names of parameters.
+
+        Args:
+            came: The ids of the parameters whose gradients came in the last pass.
+            earlier: The ids of those whose gradients came in earlier passes.
+
+        Raises:
+            StrategyError: If a gradient that came is gone at the end of the pass.
+        """
+        gone = [name for name, one in self.watch.named if one.grad is None and id(one) in came]
+        if gone and not self.is_alone:
+            raise StrategyError(
+                f"the gradient of {gone[0]} is gone at the end of the backward pass, as if a hook had applied it "
+                "before it was averaged; leave it in grad, and apply it after backward() has returned"
+            )
+        of_step = came | earlier if earlier else came
+        return {name: one.grad for name, one in self.watch.named if id(one) in of_step}
 
     # ---- forward passes
 
     def follow(self) -> bool:
         """Find changes to the module before a forward pass; return False if tensors stand in for its parameters."""
         is_own = True
-        if self.parts.watch.has_other_parts:
-            is_own = not self.parts.watch.is_swapped
+        if self.watch.has_other_parts:
+            is_own = not self.watch.is_swapped
             if is_own:
-                self.parts.follow()
+                self._follow_parts()
             elif not self.is_alone:
                 self._warn(
                     _CALL,
@@ -149,7 +322,7 @@ class GradientAveraging:
             self.passes.settle()  # an earlier backward pass may have failed half-way
         return is_own
 
-    def watch(self, outputs: Tree) -> None:
+    def watch_outputs(self, outputs: Tree) -> None:
         """Register hooks that report backward passes through the module's outputs."""
         for node in {tensor.grad_fn for tensor in tensors_in(outputs)}:
             if node is not None:
@@ -174,12 +347,12 @@ class GradientAveraging:
             return
         if (model_pass := self._pass) is None or torch._C._current_graph_task_id() not in model_pass.tasks:
             model_pass = self._enter()
-        if not self.parts.leaves_early or self.parts.is_behind:
+        if not self.leaves_early or self.is_behind:
             model_pass.came.add(id(parameter))
             return
-        number = self.parts.numbers[id(parameter)]
+        number = self.numbers[id(parameter)]
         if id(parameter) in model_pass.came:
-            raise_gradient_came_twice(self.parts.named[number][0])
+            raise_gradient_came_twice(self.named[number][0])
         model_pass.came.add(id(parameter))
         if len(parameter._post_accumulate_grad_hooks) == 1:  # hooks of the program may still change the gradient
             self._take(model_pass, number, parameter.grad)
@@ -191,8 +364,8 @@ class GradientAveraging:
         found = next((one for one in self.passes.running if one.model is self), None)
         if found is None:
             self.check_one_replica()
-            self.parts.look_again()
-            exchange = self.parts.exchange
+            self.look_again()
+            exchange = self.exchange
             found = ModelPass(self, None if exchange is None else exchange.plan, self.passes.tasks)
             self.passes.running.append(found)
         self._pass = found
@@ -250,25 +423,23 @@ class GradientAveraging:
             weights.look_after()
 
     def _take(self, model_pass: ModelPass, number: int, gradient: torch.Tensor | None) -> None:
-        assert self.parts.exchange is not None
-        self.parts.exchange.take([gradient], 0, number)
+        assert self.exchange is not None
+        self.exchange.take([gradient], 0, number)
         model_pass.take(number)
 
     def reduce(self, bucket: int) -> None:
         """Exchange one bucket. Called in the exchange thread, or while that thread is idle. Collective."""
-        exchange = self.parts.exchange
+        exchange = self.exchange
         assert exchange is not None
         exchange.reduce(exchange.buckets[bucket], exchange.buffers(bucket))
 
     def fill(self, model_pass: ModelPass) -> None:
         """Take the gradients that were not taken during the backward pass. Called once, when the pass has ended."""
-        if not self.is_alone:
-            self.parts.check_gradients_present(model_pass.came)
         self._ended = result = self._result_of_pass(model_pass.came, self.loop.weights.total)
-        exchange = self.parts.exchange
+        exchange = self.exchange
         if self.is_alone or exchange is None:
             return
-        gradients = self._leaving(result.of(self.parts.named))
+        gradients = self._leaving(result.of(self.named))
         if not exchange.plan.streams:
             exchange.take(gradients)
             return
@@ -278,15 +449,12 @@ class GradientAveraging:
 
     def _result_of_pass(self, came: set[int], weight: float | None) -> PassResult:
         """Return the results of the only local replica, given the ids of the parameters whose gradients came."""
-        if self.loop.carried:
-            came = came | self.loop.carried
-        gradients = {number: one.grad for one in self.parts.watch.parameters if (number := id(one)) in came}
-        changes = {} if self.is_alone else self.parts.changes.changed()
-        return PassResult(0.0, gradients, (), changes, (), weight)
+        changes = {} if self.is_alone else self.changes.changed()
+        return PassResult(0.0, self.gradients_of(came, self.loop.carried), (), changes, (), weight)
 
     def _leaving(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Return the gradients; None for all of them if the module needs a new plan."""
-        return [None] * len(gradients) if self.parts.is_behind else gradients
+        return [None] * len(gradients) if self.is_behind else gradients
 
     def conclude(self) -> None:
         """Exchange the last bucket, put the means into the gradients, and count the step. Called last.
@@ -305,7 +473,7 @@ class GradientAveraging:
         """Warn, once, if the backward pass returned gradients of parameters instead of accumulating them."""
         if self.is_alone or _GRAD in self._warned:
             return
-        if names := [name for name, one in self.parts.named if one.requires_grad and is_returned(one)]:
+        if names := [name for name, one in self.named if one.requires_grad and is_returned(one)]:
             self._warn(
                 _GRAD,
                 f"{_GRAD} has returned gradients of {', '.join(names[:_MOST])} of a DistributedModel, which are "
@@ -331,12 +499,12 @@ class GradientAveraging:
         if self.is_alone:
             [result] = results
             if result.weight is not None:
-                self.parts.check_weights_supported()
+                check_weights_supported(self.module, self._options)
                 _divide(result.gradients.values(), result.weight)
-            return MeanPassResult(_quotient(result.loss, result.weight), (), {}, result.weight)
+            return MeanPassResult(_quotient(result.loss, result.weight), result.gradients, {}, result.weight)
         while True:
-            if (exchange := self.parts.exchange) is not None:
-                of_each = [result.of(self.parts.named) for result in results]
+            if (exchange := self.exchange) is not None:
+                of_each = [result.of(self.named) for result in results]
                 if not is_taken:
                     for place, gradients in enumerate(of_each):
                         exchange.take(self._leaving(gradients), place)
@@ -347,15 +515,16 @@ class GradientAveraging:
                 if not tail.metrics[1]:
                     return self._applied(tail, results, of_each)
             self._entitle()
-            self.parts.plan_anew()
+            self._make_plan()
             is_taken = False
 
     def _tail_values(self, result: PassResult, gradients: Sequence[torch.Tensor | None], is_active: bool) -> TailValues:
         """Return the numbers that travel behind the gradients of a replica."""
         flags = [gradient is not None for gradient in gradients]
-        changes = result.changes_of(self.parts.slots)
-        numbers = is_active, self.parts.is_behind, result.loss, result.weight or 0.0, result.weight is not None
-        return TailValues(numbers, self.parts.settings_hash(self.loop.step), flags, changes)
+        changes = result.changes_of(self.slots)
+        settings = hash_at_step(self.loop.step, self.watch.writes - self._writes_before)
+        numbers = is_active, self.is_behind, result.loss, result.weight or 0.0, result.weight is not None
+        return TailValues(numbers, settings, flags, changes)
 
     def _applied(
         self, tail: Tail, results: Sequence[PassResult], of_each: Sequence[list[torch.Tensor | None]]
@@ -367,11 +536,11 @@ class GradientAveraging:
             results: The results of the local replicas.
             of_each: Their gradients, in the order of the plan.
         """
-        parts, active, weight = self.parts, float(tail.metrics[0]), None
-        assert parts.exchange is not None
+        active, weight = float(tail.metrics[0]), None
+        assert self.exchange is not None
         if self._options.missing_gradients == ERROR:
             check_gradients_on_all(
-                parts.exchange.plan,
+                self.exchange.plan,
                 tail.has_gradient,
                 lambda number: [gradients[number] is not None for gradients in of_each],
                 self.replicas,
@@ -379,7 +548,7 @@ class GradientAveraging:
                 ", and freeze it on all of them or on none",
             )
         else:  # means are written over zeros where only other replicas have gradients
-            for number, (share, (_, parameter)) in enumerate(zip(tail.has_gradient, parts.named, strict=True)):
+            for number, (share, (_, parameter)) in enumerate(zip(tail.has_gradient, self.named, strict=True)):
                 if share and of_each[0][number] is None:
                     parameter.grad = of_each[0][number] = torch.zeros_like(parameter)
         if tail.metrics[4]:
@@ -390,16 +559,17 @@ class GradientAveraging:
                     f"the losses of the replicas {lacking} have no weight, and those of the others have one; call "
                     "model.weighted_backward on all of them, or return an Outcome with a weight"
                 )
-            parts.check_weights_supported()
+            check_weights_supported(self.module, self._options)
             weight = float(tail.metrics[3])
-        parts.exchange.give(of_each[0])
+        self.exchange.give(of_each[0])
         _divide(of_each[0], weight)
-        slots = [result.slots_of(parts.slots) for result in results]
-        values = parts.buffers.agreed(tail.has_changed, slots, self.replicas)
-        parts.changes.keep({number: value.to(parts.device) for number, value in values.items()})
+        slots = [result.slots_of(self.slots) for result in results]
+        values = self.buffers.agreed(tail.has_changed, slots, self.replicas)
+        self.changes.keep({number: value.to(self.device) for number, value in values.items()})
         if active == 1:
-            parts.compare_bits(self.loop.step, tail.settings)
-        return MeanPassResult(_quotient(float(tail.metrics[2]), weight), of_each[0], values, weight, active)
+            self._compare_bits(tail.settings)
+        means = {name: mean for (name, _), mean in zip(self.named, of_each[0], strict=True) if mean is not None}
+        return MeanPassResult(_quotient(float(tail.metrics[2]), weight), means, values, weight, active)
 
     def join_once(self) -> bool:
         """Take part in a backward pass of the other instances. Return True if no instance was in a backward pass."""
@@ -424,11 +594,11 @@ class GradientAveraging:
             )
         if (settings := self.replicas.distributions) is not None:
             self._entitle()
-            prefix = "" if self.parts.number == 1 else f"model_{self.parts.number}/"
-            layers = partial(layers_of_loop, self.parts.watch.named, self.replicas)
+            prefix = "" if self.number == 1 else f"model_{self.number}/"
+            layers = partial(layers_of_loop, self.watch.named, self.replicas)
             report_layer_statistics(self.replicas, layer_statistics(settings, step, layers, self.replicas), prefix)
         if not is_applied:
-            for one in self.parts.watch.parameters:
+            for one in self.watch.parameters:
                 one.grad = None
 
     # ---- optimizers
@@ -511,3 +681,10 @@ def _divide(gradients: Iterable[torch.Tensor | None], weight: float | None) -> N
         for one, exact in zip(own, wide, strict=True):
             if one is not exact:
                 one.copy_(exact)
+
+
+def _described(parameter: torch.Tensor, has_digest: bool) -> str:
+    where = "" if parameter.device.type == "cpu" else f" on {parameter.device.type}"
+    digest = f", digest {digest_of(host_array(parameter))[0]:x}" if has_digest else ""
+    trained = "trained" if parameter.requires_grad else "frozen"
+    return f"{parameter.dtype}{list(parameter.shape)} {trained}{where}{digest}"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import NoReturn, SupportsIndex
 
 import numpy as np
@@ -23,7 +24,7 @@ from strategies.errors import StrategyError
 from strategies.strategy import Strategy
 from strategies.torch.data import parts_of, tensors_of
 from strategies.torch.distributed_model.averaging import GradientAveraging, raise_on_spare
-from strategies.torch.distributed_model.parts import MeanPassResult, PassResult
+from strategies.torch.distributed_model.passes import MeanPassResult, PassResult
 from strategies.torch.options import (
     Aggregation,
     TorchOptions,
@@ -154,7 +155,7 @@ class DistributedModel(torch.nn.Module):
 
     def compute_with(self, attributes: Attributes) -> None:
         """Let a front end of this model say which attributes of the module each replica has for itself."""
-        self._turns.attributes = attributes
+        self._turns.turns.state.attributes = attributes
 
     @property
     def steps_made(self) -> int:
@@ -250,17 +251,17 @@ class DistributedModel(torch.nn.Module):
         averaging = self._averaging
         is_followed = averaging.follow()
         sync_context = averaging.sync_context.entered()
-        draws = averaging.loop.forward_pass(self.training, averaging.parts.device)
+        draws = averaging.loop.forward_pass(self.training, averaging.device)
         if not is_followed:
             with sync_context, draws:
                 return self.module(*arguments, **named)
         is_again = torch._C._current_graph_task_id() >= 0  # a checkpoint recomputes this pass
         collects = self.training and torch.is_grad_enabled() and not is_again and not is_asked_for()
         stating = states_to(averaging.loop.weights.stated) if collects else nullcontext()
-        watching = nullcontext() if has_baton() else averaging.parts.changes.watching()
+        watching = nullcontext() if has_baton() else averaging.changes.watching()
         with sync_context, draws, optimized_execution(False), watching, stating:
             outputs = self.module(*arguments, **named)
-        averaging.watch(outputs)
+        averaging.watch_outputs(outputs)
         return outputs
 
     def compile(self, *arguments: object, **named: object) -> None:
@@ -311,7 +312,7 @@ class DistributedModel(torch.nn.Module):
         while not averaging.join_once():
             pass
         steps = self._strategy.communicator.all_gather(np.array(averaging.loop.step), name="steps made")
-        averaging.parts.begin_alike(int(steps.argmax()))
+        averaging.begin_alike(int(steps.argmax()))
         averaging.loop.step = int(steps.max())
 
     # ---- copies
@@ -341,23 +342,23 @@ class DistributedModel(torch.nn.Module):
 
 
 class ReplicaBackward:
-    """The local replicas of a `DistributedModel`.
+    """The local replicas of a `DistributedModel`, which take turns with its module.
 
     Args:
         averaging: The averaging of the module's gradients.
-
-    Attributes:
-        attributes: The attributes of the module, of which each replica has its own.
     """
 
     def __init__(self, averaging: GradientAveraging) -> None:
         self._averaging, self._module, self._replicas = averaging, averaging.module, averaging.replicas
         self._has_warned = False
-        self.attributes = attributes_of(self._module)
-        self._turns: ReplicaTurns[PassResult] | None = None
         self._key: object = None
         self._first_step = 0
-        self._is_repetition = False
+
+    @cached_property
+    def turns(self) -> ReplicaTurns[PassResult]:
+        """The turns, which only `DistributedModel.backward` needs."""
+        averaging, count = self._averaging, self._replicas.num_replicas_in_sync
+        return ReplicaTurns(self._module, averaging.watch, averaging.buffers, attributes_of(self._module), count)
 
     def backward(self, loss_fn: LossOfBatch, batch: Batch, micro_batches: int) -> torch.Tensor:
         """Let every local replica compute, and average the gradients; see `DistributedModel.backward`. Collective."""
@@ -369,12 +370,11 @@ class ReplicaBackward:
                 "part of it; use model.backward(loss_fn, batch, micro_batches=2)"
             )
         self._warn(batch)
-        known = averaging.parts.known
         begin = {one: one.grad for one in self._module.parameters()}
-        self._is_repetition = False
+        attempts = itertools.count()
 
         def attempt() -> MeanPassResult:
-            averaging.connect(known)
+            averaging.connect()
             local = len(replicas.local_replicas)
             if local > 1 and (layers := sync_layers_of(self._module)):
                 raise StrategyError(
@@ -383,14 +383,11 @@ class ReplicaBackward:
                 )
             replicas.sharding.check_batch(batch)
             with replicas.instruments.during[FORWARD_BACKWARD]:
-                turns = self._taken(loss_fn, batch, micro_batches, begin)
+                turns = self._taken(loss_fn, batch, micro_batches, begin, is_repetition=next(attempts) > 0)
             with replicas.instruments.during[EXCHANGE]:
-                averaging.parts.look_again()
+                averaging.look_again()
                 means = averaging.average(turns)
-                for parameter, gradient in begin.items():
-                    parameter.grad = turns[0].gradients.get(id(parameter), gradient)
-                self._put(means.gradients)
-                averaging.loop.next_step()
+                self._give(means, begin)
                 return means.kept() if replicas.can_carry_on else means
 
         def catch_up() -> MeanPassResult | None:
@@ -398,88 +395,76 @@ class ReplicaBackward:
             if not (meeting := meet(replicas)).is_late:
                 batch = replicas.replicas_batch(batch)
                 return None
-            means = averaging.parts.shared(None, meeting.newest)  # of a step that the others have completed
-            for parameter, gradient in begin.items():
-                parameter.grad = gradient
-            self._put([None if one is None else one.clone() for one in means.gradients])
-            averaging.parts.changes.keep(dict(means.buffers))
-            averaging.loop.next_step()
+            means = averaging.shared(None, meeting.newest)  # of a step that the others have completed
+            self._give(means.kept(), begin)
+            averaging.changes.keep(dict(means.buffers))
             return means
 
         recorded = Recorded[MeanPassResult]("backward pass of all replicas", lambda means: bool, raise_on_spare)
         try:
-            means = surviving(replicas, attempt, catch_up, averaging.parts.shared, recorded)
+            means = surviving(replicas, attempt, catch_up, averaging.shared, recorded)
         except BaseException:
             for parameter, before in begin.items():
                 parameter.grad = before
             raise
+        averaging.loop.next_step()
         averaging.end_step(means.weight, averaging.loop.step - 1)
-        if self._turns is not None:
-            self._turns.state.applied()
+        self.turns.state.applied()
         return torch.tensor(means.loss)
 
-    def _put(self, means: Sequence[torch.Tensor | None]) -> None:
-        """Put means into the gradients of the parameters that have one. A single replica has no means."""
-        for (_, parameter), mean in zip(self._averaging.parts.named if means else (), means, strict=True):
-            if mean is not None:
-                parameter.grad = mean
+    def _give(self, means: MeanPassResult, begin: _Begin) -> None:
+        for name, parameter in self._module.named_parameters():
+            parameter.grad = means.gradients.get(name, begin[parameter])
 
     # ---- one replica after another
 
-    def _taken(self, loss_fn: LossOfBatch, batch: Batch, micro_batches: int, begin: _Begin) -> list[PassResult]:
+    def _taken(
+        self, loss_fn: LossOfBatch, batch: Batch, micro_batches: int, begin: _Begin, is_repetition: bool
+    ) -> list[PassResult]:
         """Let the local replicas compute, each with the gradients of the beginning."""
-        local = self._replicas.local_replicas
+        averaging, replicas, turns = self._averaging, self._replicas, self.turns
+        local, step = replicas.local_replicas, averaging.loop.step
         parts = parts_of(tensors_of(batch), len(local) * micro_batches)
         losses = [partial(loss_fn, part) for part in parts]
-        self._averaging.follow()
-        averaged, step = self._averaging.parts, self._averaging.loop.step
-        if averaged.is_behind:
-            averaged.changes.follow()
-            self.attributes.follow()
-        key = self._replicas.communicator, local
-        if self._key != key or averaged.is_behind:  # it is not known what other instances or parts write
+        averaging.follow()
+        if averaging.is_behind:
+            averaging.changes.follow()
+            turns.state.attributes.follow()
+        key = replicas.communicator, local
+        if self._key != key or averaging.is_behind:  # it is not known what other instances or parts write
             self._key, self._first_step = key, step
-        if self._turns is None:
-            count = self._replicas.num_replicas_in_sync
-            self._turns = ReplicaTurns(self._module, averaged.watch, averaged.buffers, self.attributes, count)
-        turns = self._turns
-        of_step = TurnsOfStep(step, step - self._first_step + 1, local, averaged.device, self._is_repetition)
-        self._is_repetition = True
+        of_step = TurnsOfStep(step, step - self._first_step + 1, local, averaging.device, is_repetition)
         found: list[PassResult] = []
         every = [
-            partial(self._turn, turns, replica, losses[place * micro_batches :][:micro_batches], begin)
+            partial(self._turn, replica, losses[place * micro_batches :][:micro_batches], begin)
             for place, replica in enumerate(local)
         ]
         turns.run(of_step, every, every[0], lambda place, turn, gradients: found.append(turn))
         if turns.repeats_in(of_step):
-            check_repetition(self._replicas, turns.guard.found, step)
+            check_repetition(replicas, turns.guard.found, step)
         return found
 
     def _turn(
-        self, turns: ReplicaTurns[PassResult], replica: int, losses: Sequence[Callable[[], object]], begin: _Begin
+        self, replica: int, losses: Sequence[Callable[[], object]], begin: _Begin
     ) -> tuple[PassResult, Gradients]:
-        averaging = self._averaging
-        parts, loop = averaging.parts, averaging.loop
+        averaging, state = self._averaging, self.turns.state
+        loop, device = averaging.loop, averaging.device
         for parameter, gradient in begin.items():
-            parameter.grad = _copy(gradient)
-        with turns.of(replica, parts.device), loop.turn(replica), torch.enable_grad():
+            parameter.grad = None if gradient is None else gradient.detach().clone()
+        with self.turns.of(replica, device), loop.turn(replica), torch.enable_grad():
             of_losses, total = [], 0.0
             for number, loss in enumerate(losses):
-                loop.seed_micro_batch(number, parts.device)
+                loop.seed_micro_batch(number, device)
                 value, weighted = self._backward(loss)
                 of_losses.append(value)
                 total += weighted
-            if not averaging.is_alone:
-                parts.check_gradients_present(loop.carried)
-            came = loop.carried
-            gradients = {number: one.grad for one in parts.watch.parameters if (number := id(one)) in came}
-            weight, state = loop.weights.total, turns.state
-            changed = state.changes(replica, parts.buffers.moving, self._replicas.num_replicas_in_sync)
+            gradients, weight = averaging.gradients_of(loop.carried), loop.weights.total
+            changed = state.changes(replica, averaging.buffers.moving, self._replicas.num_replicas_in_sync)
             slots = state.slots(replica, changed)
         for parameter in begin:
             parameter.grad = None
         changes = {slot.name: float(one) for slot, one in zip(slots, changed, strict=True)}
-        trained = [gradients.get(id(one)) for one in parts.watch.parameters if one.requires_grad]
+        trained = [gradients.get(name) for name, one in averaging.watch.named if one.requires_grad]
         return PassResult(total, gradients, slots, changes, of_losses, weight), trained
 
     def _backward(self, compute: Callable[[], object]) -> tuple[torch.Tensor, float]:
@@ -506,7 +491,3 @@ class ReplicaBackward:
         if layers := sync_layers_of(self._module):
             reason = f"SyncBatchNorm {next(iter(layers))!r} needs one replica on each instance"
         warn_of_loss(self._replicas, reason)
-
-
-def _copy(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    return None if gradient is None else gradient.detach().clone()

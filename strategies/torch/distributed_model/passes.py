@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from collectives import Communicator
 from strategies.core.options import travelling
 from strategies.errors import StrategyError, WeightError
 from strategies.torch.exchange.plan import TorchGradientPlan
+from strategies.torch.replicas.buffers import ModelBuffers
 from strategies.torch.replicas.generators import (
     AllStates,
     are_equal,
@@ -31,7 +32,9 @@ from strategies.torch.replicas.generators import (
     seed_generators,
     seed_of,
 )
-from strategies.torch.replicas.module_parts import ModuleWatch
+from strategies.torch.replicas.guard import WriteMarks, is_due, raise_written
+from strategies.torch.replicas.module_parts import ModuleWatch, Slot
+from strategies.torch.tensors import have_same_bits
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 """Parameters with their names."""
@@ -277,6 +280,139 @@ def has_gradient(parameter: torch.nn.Parameter) -> bool:
     """Return whether a parameter has a gradient that is not all zeros."""
     gradient = parameter.grad
     return gradient is not None and bool((gradient._values() if gradient.is_sparse else gradient).any())
+
+
+# ---- results of passes
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """The results of one replica's forward and backward pass.
+
+    Attributes:
+        loss: The loss; the sum of the weighted losses if they have weights.
+        gradients: The gradients of the parameters to which this pass has added one, by name.
+        slots: The buffers and frozen parameters after the pass, if the module has others by now.
+        changes: Whether the pass has changed a buffer or frozen parameter, 0 or 1, by name.
+        losses: The loss of each micro-batch, without its weight.
+        weight: The sum of the weights of the losses; None if they have no weights.
+    """
+
+    loss: float
+    gradients: Mapping[str, torch.Tensor | None]
+    slots: Sequence[Slot]
+    changes: Mapping[str, float]
+    losses: Sequence[torch.Tensor]
+    weight: float | None
+
+    def of(self, named: Named) -> list[torch.Tensor | None]:
+        """Return the gradients of these parameters, None for parameters without one."""
+        return [self.gradients.get(name) for name, _ in named]
+
+    def changes_of(self, slots: Sequence[Slot]) -> list[float]:
+        """Return the changes in the order of the module's slots; a buffer that is new counts as changed."""
+        return [self.changes.get(slot.name, float(not slot.is_parameter)) for slot in slots]
+
+    def slots_of(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Return the slots after the pass in the order of the module's slots."""
+        own = {slot.name: slot for slot in self.slots}
+        return [own.get(slot.name, slot) for slot in slots]
+
+
+@dataclass(frozen=True)
+class MeanPassResult:
+    """The results of a backward pass over all replicas, equal on all instances.
+
+    Attributes:
+        loss: The mean loss.
+        gradients: The mean gradients, by the names of parameters.
+        buffers: The agreed values of the buffers and frozen parameters that have changed, by number.
+        weight: The mean weight of the losses; None if they have no weights.
+        active: The share of the replicas that have made the pass.
+    """
+
+    loss: float
+    gradients: Mapping[str, torch.Tensor | None]
+    buffers: Mapping[int, torch.Tensor]
+    weight: float | None = None
+    active: float = 1.0
+
+    def kept(self) -> MeanPassResult:
+        """Return copies, which the program cannot change."""
+        gradients = {name: None if one is None else one.detach().clone() for name, one in self.gradients.items()}
+        buffers = {number: one.clone() for number, one in self.buffers.items()}
+        return MeanPassResult(self.loss, gradients, buffers, self.weight)
+
+
+class WrittenBuffers:
+    """The buffers and frozen parameters that forward passes have changed since replicas agreed on them.
+
+    Args:
+        model: The buffers on which replicas agree.
+        watch: The watch over the module.
+
+    Attributes:
+        passes: The number of forward passes with the present parts of the module.
+    """
+
+    def __init__(self, model: ModelBuffers, watch: ModuleWatch) -> None:
+        self._model, self._watch = model, watch
+        self._frozen: set[str] = set()  # the names of frozen parameters that were written
+        self._known: set[str] = set()  # those that are written through `data`
+        self._masters: dict[str, torch.Tensor] = {}  # the buffers on which replicas have agreed
+        self.passes = 0
+        self.begin()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch a forward pass. In passes 1, 2, 4, 8 and so on bits are compared, too.
+
+        Raises:
+            StrategyError: If the pass has written a trained parameter. Also if it has written an undeclared frozen
+                parameter through `data`, and this was seen only after the first pass.
+        """
+        self.passes += 1
+        named, names = self._watch.named, self._model.declared
+        marks = WriteMarks(named, is_due(self.passes))
+        declared = WriteMarks([pair for pair in named if pair[0] in names], True)
+        yield
+        counted, by_bits = marks.counted(), marks.by_bits()
+        late = by_bits - counted - self._known if self.passes > 1 else set()
+        for name, one in named:
+            if (name in late and name not in names) or (one.requires_grad and name in counted | by_bits):
+                raise_written(name, one)
+        self._frozen |= declared.by_bits() | self._known | counted | by_bits
+        self._known |= by_bits - counted
+
+    def begin(self) -> None:
+        """Copy the buffers, to find changes later."""
+        self._copy(self._model.slots)
+
+    def _copy(self, slots: Iterable[Slot]) -> None:
+        self._masters |= {slot.name: slot.tensor.detach().clone() for slot in slots if not slot.is_parameter}
+
+    def follow(self) -> None:
+        """Find the buffers that the module has now. New ones count as changed."""
+        self._model.follow()
+        slots = enumerate(self._model.slots)
+        new = {number: slot for number, slot in slots if not slot.is_parameter and slot.name not in self._masters}
+        self._copy(new.values())
+        self._model.moving |= new.keys()
+
+    def changed(self) -> dict[str, float]:
+        """Return for each buffer, and each frozen parameter that was written, whether passes have changed it."""
+        found = dict.fromkeys(self._frozen, 1.0)
+        for number, slot in enumerate(self._model.slots):
+            if not slot.is_parameter:
+                has_changed = number in self._model.moving or not have_same_bits(slot.tensor, self._masters[slot.name])
+                found[slot.name] = float(has_changed)
+        return found
+
+    def keep(self, values: dict[int, torch.Tensor]) -> None:
+        """Put the values on which all replicas have agreed into buffers and frozen parameters, by their numbers."""
+        self._model.keep(values)
+        self._copy(self._model.slots[number] for number in values)
+        self._frozen.clear()
 
 
 # ---- backward passes

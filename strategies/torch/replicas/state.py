@@ -316,13 +316,13 @@ class Attributes:
                 continue
             try:
                 copy = tree_map_only(torch.Tensor, partial(_copied_apart, storages=storages), value)
-                _unpacked(_packed(copy))
+                unpack_tree(pack_tree(copy))
             except Exception:  # pickle raises whatever an object raises
                 if self.of_steps[id(self._attributes[number]), name] > 1:
                     obstacle = f"{self._names[number]}.{name}, a {type(value).__name__}"
             else:
                 found.append((number, name, copy))
-        return _packed((names, found, gone, obstacle))
+        return pack_tree((names, found, gone, obstacle))
 
     def _of_first(self, number: int, name: str) -> Tree:
         now, values = self._value(number, name), self._assigned.get((number, name))
@@ -336,7 +336,7 @@ class Attributes:
         Raises:
             SpareError: If one of them cannot be sent to another process.
         """
-        names, found, gone, obstacle = _unpacked(packed, next(self._module.parameters()).device)
+        names, found, gone, obstacle = unpack_tree(packed, next(self._module.parameters()).device)
         if obstacle:
             raise SpareError(
                 f"this spare cannot take the place of a lost instance: steps assign {obstacle}, which cannot be sent; "
@@ -467,13 +467,14 @@ def _copied_apart(tensor: torch.Tensor, storages: Set[int]) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-def _packed(value: Tree) -> bytes:
+def pack_tree(value: Tree) -> bytes:
+    """Return a tree of tensors, numbers and strings as bytes, for `unpack_tree`."""
     file = BytesIO()
     torch.save(value, file)
     return file.getvalue()
 
 
-def _unpacked(packed: bytes, device: torch.device | None = None) -> Tree:
+def unpack_tree(packed: bytes, device: torch.device | None = None) -> Tree:
     """Return a value with its tensors of the host there, and others on a device; no code that comes with it runs."""
     place = None if device is None else lambda storage, of: storage if of == HOST.type else storage.to(device=device)
     with torch.serialization.safe_globals([*_OF_NUMPY]):

@@ -711,7 +711,7 @@ class TestMemory:
             own, model = distributed(strategy, module, stream_gradients=True)
             square(model, rows(strategy)).backward()
             averaging = model._averaging
-            kept = [weakref.ref(one) for one in (model, averaging, averaging.parts.exchange)]
+            kept = [weakref.ref(one) for one in (model, averaging, averaging.exchange)]
             del model, averaging
             hooks = [len(one._post_accumulate_grad_hooks or ()) for one in own.parameters()]
             return [one() is None for one in kept], sum(hooks)

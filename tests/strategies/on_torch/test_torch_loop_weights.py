@@ -38,7 +38,7 @@ import strategies
 import strategies.torch
 from strategies import StrategyError
 from strategies.errors import WeightError, ZeroWeightError
-from strategies.torch.distributed_model.parts import MeanPassResult
+from strategies.torch.distributed_model.passes import MeanPassResult
 
 REPLICAS = 4
 
@@ -636,11 +636,11 @@ def test_an_optimizer_that_looks_at_the_loss_gets_the_weighted_mean(on_instances
 @pytest.mark.parametrize("weight", [None, 0.0, 2.5])
 def test_a_late_instance_hears_the_mean_weight(on_instances, weight):
     """So it raises as the others do, if all weights are 0."""
-    means = MeanPassResult(3.0, [torch.ones(1, 2)], {}, weight)
+    means = MeanPassResult(3.0, {"weight": torch.ones(1, 2)}, {}, weight)
 
     def run(strategy):
         _, model = distributed(strategy, nn.Linear(2, 1, bias=False))
-        return model._averaging.parts.shared(means if strategy.instance_index == 1 else None, 1)
+        return model._averaging.shared(means if strategy.instance_index == 1 else None, 1)
 
     for found in on_instances(2, 2, run):
         assert (found.loss, found.weight) == (3.0, weight)
