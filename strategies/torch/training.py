@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +23,7 @@ from strategies.torch.exchange.plan import TorchGradientPlan
 from strategies.torch.options import TorchOptions
 from strategies.torch.replicas.buffers import ModelBuffers
 from strategies.torch.replicas.module_parts import ModuleWatch
-from strategies.torch.replicas.state import attributes_of
+from strategies.torch.replicas.state import attributes_of, pack_tree, unpack_tree
 from strategies.torch.replicas.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import HOST, ReplicaMemory, as_array, as_tensor, host_array, real_view
 from strategies.torch.updates import (
@@ -32,7 +32,6 @@ from strategies.torch.updates import (
     STATE,
     ArraysByName,
     TorchUpdate,
-    after_one_step,
     numbers_of_groups,
     parameters_of,
     set_numbers,
@@ -130,13 +129,11 @@ class TorchTraining:
         return variables, {name: host_array(real_view(one)) for name, one in self.buffers.named().items()} or None
 
     def _optimizer_tree(self) -> Tree:
-        made = state_of(self.optimizer)
         parameters = parameters_of(self.optimizer)
-        lacking = [number for number, one in enumerate(parameters) if one.requires_grad and number not in made]
-        later = state_of(after_one_step(self.optimizer, [one.requires_grad for one in parameters])) if lacking else {}
-        zeros = {number: trees.map(np.zeros_like, later[number]) for number in lacking if number in later}
-        is_made = np.array([number in made for number in range(len(parameters))])
-        return {STATE: {**zeros, **made}, GROUPS: numbers_of_groups(self.optimizer), IS_MADE: is_made}
+        is_made = np.array([parameter in self.optimizer.state for parameter in parameters], bool)
+        states = state_of(self.optimizer, [number for number, one in enumerate(parameters) if one.requires_grad])
+        made = {number: one if is_made[number] else trees.map(np.zeros_like, one) for number, one in states.items()}
+        return {STATE: made, GROUPS: numbers_of_groups(self.optimizer), IS_MADE: is_made}
 
     def whole(self, state: TrainState) -> TrainState:
         """Return the state with a `PartOfArray` in place of every array that this instance has only in part."""
@@ -190,19 +187,17 @@ class TorchTraining:
         self.follow()
         self.buffers.follow()
         self.attributes.follow()
-        take = self._receive(root)
-        groups = trees.map(np.array, numbers_of_groups(self.optimizer))
-        for number, array in enumerate(trees.leaves(groups)):
-            communicator.broadcast(array, root, name=f"hyperparameter {number}")
-        moving = np.array([number in self.buffers.moving for number in range(len(self.buffers.slots))])
-        communicator.broadcast(moving, root, name="buffers that change")
-        packed = self.attributes.packed() if communicator.rank == root else b""
-        packed = broadcast_bytes(communicator, packed, root, "attributes of the module")
+        take, packed = self._receive(root), b""
+        if communicator.rank == root:
+            others = numbers_of_groups(self.optimizer), sorted(self.buffers.moving), self.attributes.packed()
+            packed = pack_tree(others)
+        packed = broadcast_bytes(communicator, packed, root, "hyperparameters and attributes")
         if joins:
-            self.attributes.unpack(packed)
+            groups, moving, attributes = unpack_tree(packed)
+            self.attributes.unpack(attributes)
             take()
             set_numbers(self.optimizer, groups)
-            self.buffers.moving = frozenset(np.flatnonzero(moving).tolist())
+            self.buffers.moving = frozenset(moving)
 
     def _receive(self, root: int) -> Callable[[], None]:
         """Receive the state of instance `root`, and return a function that takes it over. Collective."""
@@ -213,38 +208,30 @@ class TorchTraining:
         communicator.broadcast(known, root, name="how far the state is")
         tensors = [*self.module.named_parameters(), *self.buffers.named().items()]
         received, arrays = received_tensors(tensors, communicator, root), self._received_optimizer(root)
-        return lambda: self._take(known, tensors, received, arrays)
 
-    def _take(
-        self,
-        known: np.ndarray,
-        tensors: Sequence[tuple[str, torch.Tensor]],
-        received: Sequence[torch.Tensor],
-        arrays: Mapping[int, ArraysByName],
-    ) -> None:
-        take_over(tensors, received)
-        set_state(self.optimizer, arrays)
-        self.step = int(known[0])
-        if self.loss_scale is not None:
-            self.loss_scale = LossScale(np.float32(known[1]), np.int32(known[2]), np.int32(known[3]))
-        self.buffers.are_known = bool(known[4])
-        self.replaced()
+        def take() -> None:
+            take_over(tensors, received)
+            set_state(self.optimizer, arrays)
+            self.step = int(known[0])
+            if self.loss_scale is not None:
+                self.loss_scale = LossScale(np.float32(known[1]), np.int32(known[2]), np.int32(known[3]))
+            self.buffers.are_known = bool(known[4])
+            self.replaced()
+
+        return take
 
     def _received_optimizer(self, root: int) -> dict[int, ArraysByName]:
         """Return the optimizer state of instance `root`, for `share`."""
         broadcast = self._replicas.communicator.broadcast
-        parameters = parameters_of(self.optimizer)
-        is_made = np.array([parameter in self.optimizer.state for parameter in parameters])
-        is_made_there = broadcast(is_made.copy(), root, name="which parameters have optimizer state")
-        own = state_of(self.optimizer)
-        if (is_made_there & ~is_made).any():
-            own = {**state_of(after_one_step(self.optimizer, is_made_there.tolist())), **own}
+        is_made = np.array([parameter in self.optimizer.state for parameter in parameters_of(self.optimizer)])
+        numbers = np.flatnonzero(broadcast(is_made, root, name="which parameters have optimizer state")).tolist()
+        own = state_of(self.optimizer, numbers)
         return {
             number: {
                 name: broadcast(np.array(array, order="C"), root, name=f"{name} of parameter {number}")
                 for name, array in sorted(own[number].items())  # a restored state has another order than a new one
             }
-            for number in np.flatnonzero(is_made_there).tolist()
+            for number in numbers
         }
 
     # ---- the plan of the memory

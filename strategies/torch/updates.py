@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import final
 
 import numpy as np
@@ -312,14 +312,18 @@ def set_numbers(optimizer: torch.optim.Optimizer, groups: Tree) -> None:
                 group[name] = plain_number(value)
 
 
-def state_of(optimizer: torch.optim.Optimizer) -> dict[int, ArraysByName]:
+def state_of(optimizer: torch.optim.Optimizer, wanted: Collection[int] = ()) -> dict[int, ArraysByName]:
     """Return the arrays of each parameter's state, by the parameter's number. Tensors on the host are not copied.
+
+    Args:
+        optimizer: The optimizer.
+        wanted: The numbers of parameters that get a state of the right form if the optimizer has none for them yet.
 
     Raises:
         StrategyError: If the state holds other values than tensors, numbers and None.
     """
     found: dict[int, ArraysByName] = {}
-    for number, state in _states_of(optimizer).items():
+    for number, state in _states_of(optimizer, wanted).items():
         found[number] = {}
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
@@ -334,9 +338,12 @@ def state_of(optimizer: torch.optim.Optimizer) -> dict[int, ArraysByName]:
     return found
 
 
-def _states_of(optimizer: torch.optim.Optimizer) -> dict[int, Mapping[str, object]]:
+def _states_of(optimizer: torch.optim.Optimizer, wanted: Collection[int]) -> dict[int, Mapping[str, object]]:
     numbered = enumerate(parameters_of(optimizer))
-    return {number: optimizer.state[parameter] for number, parameter in numbered if parameter in optimizer.state}
+    found = {number: optimizer.state[parameter] for number, parameter in numbered if parameter in optimizer.state}
+    if set(wanted) - found.keys():
+        found = {**_states_of(_after_one_step(optimizer, wanted), ()), **found}
+    return found
 
 
 def set_state(optimizer: torch.optim.Optimizer, arrays: Mapping[int, ArraysByName]) -> None:
@@ -348,12 +355,7 @@ def set_state(optimizer: torch.optim.Optimizer, arrays: Mapping[int, ArraysByNam
         optimizer: The optimizer to change.
         arrays: Arrays as `state_of` returns them.
     """
-    parameters, like = parameters_of(optimizer), _states_of(optimizer)
-    if arrays.keys() - like.keys():
-        like = {
-            **_states_of(after_one_step(optimizer, [number in arrays for number in range(len(parameters))])),
-            **like,
-        }
+    parameters, like = parameters_of(optimizer), _states_of(optimizer, arrays.keys())
     optimizer.state.clear()
     for number, of_parameter in arrays.items():
         parameter, before = parameters[number], like.pop(number)
@@ -369,17 +371,17 @@ def _restored(array: np.ndarray, before: object, parameter: torch.nn.Parameter) 
     return complex_view(value) if parameter.is_complex() and value.shape == (*parameter.shape, 2) else value
 
 
-def after_one_step(optimizer: torch.optim.Optimizer, have_state: Sequence[bool]) -> torch.optim.Optimizer:
+def _after_one_step(optimizer: torch.optim.Optimizer, wanted: Collection[int]) -> torch.optim.Optimizer:
     """Return a copy of the optimizer that has made a step with gradients of zero, on other parameters.
 
     PyTorch's optimizers create their state in the first step, so the copy shows the form of the state.
 
     Args:
         optimizer: The optimizer.
-        have_state: Whether the copy is to have a state for each parameter.
+        wanted: The numbers of the parameters for which the copy is to have a state.
     """
-    pairs = zip(parameters_of(optimizer), have_state, strict=True)
-    others = {id(one): torch.nn.Parameter(torch.zeros_like(one), has_state) for one, has_state in pairs}
+    numbered = enumerate(parameters_of(optimizer))
+    others = {id(one): torch.nn.Parameter(torch.zeros_like(one), number in wanted) for number, one in numbered}
     groups = [{**group, PARAMS: [others[id(one)] for one in group[PARAMS]]} for group in optimizer.param_groups]
     clone = copy.copy(optimizer)
     clone.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": type(optimizer.state)(dict)}

@@ -291,15 +291,15 @@ IN_FRONT_ENDS = (
     Fault(
         name="a spare of PyTorch begins with attributes of its own",
         path="strategies/torch/training.py",
-        old="            self.attributes.unpack(packed)\n",
+        old="            self.attributes.unpack(attributes)\n",
         new="",
         caught_by=f"{_SPARES}test_a_spare_begins_with_the_attributes_of_the_others",
     ),
     Fault(
         name="a spare of PyTorch keeps the parts of its rehearsal",
         path="strategies/torch/training.py",
-        old="        self.buffers.follow()\n        self.attributes.follow()\n        take",
-        new="        take",
+        old="        self.buffers.follow()\n        self.attributes.follow()\n        take, packed",
+        new="        take, packed",
         caught_by=f"{_SPARES}test_a_spare_follows_a_program_that_changes_the_parts_of_the_module",
     ),
     Fault(
