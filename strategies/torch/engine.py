@@ -48,7 +48,6 @@ from strategies.torch.options import TorchOptions, are_weighted, check_weights_s
 from strategies.torch.replicas.buffers import BuffersHere
 from strategies.torch.replicas.evaluation import TorchRows
 from strategies.torch.replicas.guard import check_repetition, digests_of, is_due
-from strategies.torch.replicas.module_parts import Slot
 from strategies.torch.replicas.passes import LossFunction
 from strategies.torch.replicas.steps import LocalReplicas, ReplicaResults, StepInputs
 from strategies.torch.tensors import complex_view, host_array, intra_op_threads
@@ -322,7 +321,12 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         if local.repeats_in(pending.inputs):
             check_repetition(self._replicas, local.guard.found, training.step)
         plan, results = exchange.plan, local.results
-        tail, means, are_bad, has_weight = self._received(exchange, pending.inputs.scale, results)
+        checks = training.loss_scale is not None or self._options.check_numerics
+        weight = exchange.weight
+        has_weight = weight is None or self._is_weighted(weight, results)
+        means = exchange.means(pending.inputs.scale, weight or 1.0)
+        tail, are_bad = exchange.tail_and_flags(means, checks)
+        means = training.memory_of_replicas.put_means(means)
         if settings_differ(*tail.settings):
             words = settings_in_words(training.module, training.optimizer, training.update.wholes)
             insist_on_agreement(self._replicas, words)
@@ -335,9 +339,15 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             check_gradients_on_all(
                 plan, tail.has_gradient, lambda number: [one.seen[number] for one in results], self._replicas
             )
-        pending.values, pending.moving = self._agreed_buffers(exchange, tail, [one.slots for one in results])
+        slots = [one.slots for one in results]
+        if exchange.is_of_one:
+            here = BuffersHere(training.buffers, self._replicas, training.memory_of_replicas)
+            pending.values, pending.moving = here.agreed(slots, exchange.changed, reads=not self._steps_made)
+        else:
+            pending.values = training.buffers.agreed(tail.has_changed, slots, self._replicas)
+            pending.moving = frozenset(pending.values)
         pending.means = [mean if has else None for mean, has in zip(means, tail.has_gradient, strict=True)]
-        is_finite = self._is_finite(plan, are_bad, local)
+        is_finite = not checks or self._are_finite(plan, are_bad, local)
         pending.is_applied = has_weight and is_finite
         exchange.give_back()
 
@@ -347,48 +357,18 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         names = exchange.names if tail.weight is None else exchange.names[:-1]
         return ExchangeResult(names, tail.metrics, tail.notice, is_finite, gradients, has_weight)
 
-    def _received(
-        self, exchange: GradientExchange, scale: float, results: Sequence[ReplicaResults]
-    ) -> tuple[Tail, Sequence[torch.Tensor | None], np.ndarray | None, bool]:
-        """Return the results of the exchange.
-
-        Args:
-            exchange: The exchange.
-            scale: The loss scale.
-            results: The results of the local replicas.
-
-        Returns:
-            The tail, the means on the parameters' device, flags for bad means (None if not checked), and whether any
-            loss has a weight above 0 (True without weights).
+    def _is_weighted(self, weight: float, results: Sequence[ReplicaResults]) -> bool:
+        """Return whether any loss has a weight above 0, given the mean weight.
 
         Raises:
             WeightError: On all instances, if weights have no mean.
         """
-        checks = self._training.loss_scale is not None or self._options.check_numerics
-        divisors, has_weight, weight = [scale], True, exchange.weight
-        if weight is not None:
 
-            def of_replicas() -> list[float]:
-                local = [[np.array(one.passes.weight or 0.0)] for one in results]
-                return [float(one) for [one] in gather_arrays(self._replicas, local, "weights of the replicas")]
+        def of_replicas() -> list[float]:
+            local = [[np.array(one.passes.weight or 0.0)] for one in results]
+            return [float(one) for [one] in gather_arrays(self._replicas, local, "weights of the replicas")]
 
-            has_weight = is_weighted(weight, self._training.step, self._options.zero_weight, of_replicas)
-            if has_weight:
-                divisors.append(weight)
-        means = exchange.means(*divisors)
-        tail, flags = exchange.tail_and_flags(means, checks)
-        return tail, self._training.memory_of_replicas.put_means(means), flags, has_weight
-
-    def _agreed_buffers(
-        self, exchange: GradientExchange, tail: Tail, slots: Sequence[Sequence[Slot]]
-    ) -> tuple[dict[int, torch.Tensor], frozenset[int]]:
-        """Return new values of buffers, and the numbers of the buffers known to change. May be collective."""
-        buffers = self._training.buffers
-        if exchange.is_of_one:
-            here = BuffersHere(buffers, self._replicas, self._training.memory_of_replicas)
-            return here.agreed(slots, exchange.changed, reads=not self._steps_made)
-        found = buffers.agreed(tail.has_changed, slots, self._replicas)
-        return found, frozenset(found)
+        return is_weighted(weight, self._training.step, self._options.zero_weight, of_replicas)
 
     @override
     def update(self, pending: TorchPending, scale: LossScale | None) -> TorchTraining:
@@ -422,21 +402,17 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         own = {one.name: np.zeros(one.shape, one.dtype) if mean is None else host_array(mean) for one, mean in pairs}
         return {name: own.get(name, np.zeros(0, np.float32)) for name, _ in self._training.module.named_parameters()}
 
-    def _is_finite(self, plan: TorchGradientPlan, flags: np.ndarray | None, local: LocalReplicas) -> bool:
-        """Return whether all mean gradients are finite, or True if gradients are not checked.
-
-        Collective if the means are sharded.
+    def _are_finite(self, plan: TorchGradientPlan, flags: np.ndarray, local: LocalReplicas) -> bool:
+        """Return whether all mean gradients are finite. Collective if the means are sharded.
 
         Args:
             plan: The plan of the gradients.
-            flags: For each gradient, whether it is not finite; None if gradients are not checked.
+            flags: For each gradient, whether it is not finite.
             local: The replicas that have computed.
 
         Raises:
             NonFiniteGradientError: If a gradient is not finite, with `check_numerics`.
         """
-        if flags is None:
-            return True
         if plan.shards is not None:
             flags = self._replicas.communicator.all_reduce(flags.astype(np.uint8), "max", name="finite gradients") > 0
         if not flags.any() or not self._options.check_numerics:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import final
 
@@ -171,11 +171,9 @@ class TorchOptions(CommonOptions):
     @property
     @override
     def own_terms(self) -> Mapping[str, object]:
+        own = fields(TorchOptions)[len(fields(CommonOptions)) :]
         return {
-            "missing_gradients": self.missing_gradients,
-            "model_state_aggregation": self.model_state_aggregation,
-            "intra_op_threads": self.intra_op_threads,
-            "stream_gradients": self.stream_gradients,
+            **{field.name: getattr(self, field.name) for field in own},
             "replica_device": None if self.device is None else self.device.type,
             "pipeline": None if self.pipeline is None else str(self.pipeline.schedule),
             "before_update": getattr(self.before_update, "__qualname__", None),
@@ -333,21 +331,11 @@ def check_weights_supported(module: torch.nn.Module, options: TorchOptions) -> N
                 f"losses have weights, but {name} has a row for each group of replicas, and weighted means are over "
                 "all of them; leave the weights out, or let all replicas share the parameter"
             )
-        if parameter.requires_grad:
-            check_weighted_dtype(name, options.transfer.dtype_of(dtype_of(parameter)))
-
-
-def check_weighted_dtype(name: str, dtype: np.dtype) -> None:
-    """Raise if gradients that are multiplied by the weights of losses would travel as float16.
-
-    Raises:
-        ValueError: If they would.
-    """
-    if dtype == np.float16:
-        raise ValueError(
-            f"losses have weights, but the gradient of {name} travels as float16, which overflows when it is "
-            "multiplied by large weights; use gradient_transfer_dtype='bfloat16', or no weights"
-        )
+        if parameter.requires_grad and options.transfer.dtype_of(dtype_of(parameter)) == np.float16:
+            raise ValueError(
+                f"losses have weights, but the gradient of {name} travels as float16, which overflows when it is "
+                "multiplied by large weights; use gradient_transfer_dtype='bfloat16', or no weights"
+            )
 
 
 def weighted_value(value: float, weight: float | None) -> float:

@@ -19,8 +19,8 @@ IN_TORCH_WEIGHTS = (
     Fault(
         name="mean gradients on the host are not divided by the mean weight",
         path="strategies/torch/engine.py",
-        old="        means = exchange.means(*divisors)\n",
-        new="        means = exchange.means(divisors[0])\n",
+        old="pending.inputs.scale, weight or 1.0)",
+        new="pending.inputs.scale)",
         caught_by=f"{_ONE_PROCESS}[plain]",
     ),
     Fault(

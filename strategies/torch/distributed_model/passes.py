@@ -74,9 +74,12 @@ class PassCounters:
         self._after: AllStates | None = None  # those after the last pass of all
         self._begin_passes()
 
-    def _begin_passes(self) -> None:
-        self._micro_batch, self._has_ended = 0, False
+    def _begin_micro_batch(self, number: int) -> None:
+        self._micro_batch, self._has_ended = number, False
         self._forward_passes, self._states = 0, None  # the number of them in this micro-batch
+
+    def _begin_passes(self) -> None:
+        self._begin_micro_batch(0)
         self.carried.clear()
         self.weights.begin()
 
@@ -130,9 +133,7 @@ class PassCounters:
                 yield
             return
         if self._has_ended:
-            self._micro_batch += 1
-            self._has_ended = False
-            self._forward_passes, self._states = 0, None
+            self._begin_micro_batch(self._micro_batch + 1)
         if torch.is_grad_enabled() and not self._has_announced:
             self._has_announced = True
             self._begins(self.step)
