@@ -22,11 +22,13 @@ from typing import TypeGuard, TypeVar
 import torch
 
 from collectives import Communicator
-from strategies.core.agreement import broadcast_bytes, broadcast_text
+from strategies.core.agreement import broadcast_bytes, broadcast_text, insist_on_same_bits
 from strategies.core.journal import Recorded
 from strategies.core.survival import collectively
 from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.replicas.gradient_map import groups_of
+from strategies.torch.replicas.guard import digests_of
+from strategies.torch.tensors import HOST, host_array, real_view
 from strategies.torch.updates import PARAMS
 
 Order = Mapping[str, Sequence[str]]
@@ -194,6 +196,27 @@ def _shown(value: object) -> str:
     if _is_scalar(value):
         return str(value.item())
     return type(value).__qualname__
+
+
+def compare_tensors(replicas: Replicas, named: Sequence[tuple[str, torch.Tensor]], step: int) -> None:
+    """Compare the bits of tensors between instances. On a device, compare digests that it computes first. Collective.
+
+    Args:
+        replicas: The replicas of all instances.
+        named: The tensors with their names, all on one device.
+        step: The number of steps so far, for messages.
+
+    Raises:
+        DivergenceError: On all instances, if bits differ.
+    """
+    if replicas.num_instances == 1:
+        return
+    if any(tensor.device != HOST for _, tensor in named):
+        digests = np.array(digests_of([tensor for _, tensor in named]), np.uint64)
+        gathered = replicas.communicator.all_gather(digests, name="digests of the state on the device")
+        if (gathered == gathered[0]).all():
+            return
+    insist_on_same_bits(replicas, {name: host_array(real_view(tensor)) for name, tensor in named}, step)
 
 
 class StepSettings:

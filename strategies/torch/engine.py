@@ -13,7 +13,7 @@ import torch
 from typing_extensions import override
 
 import strategies.trees as trees
-from strategies.core.agreement import gather_arrays, insist_on_agreement, insist_on_same_bits, replicas_where
+from strategies.core.agreement import gather_arrays, insist_on_agreement, replicas_where
 from strategies.core.engine import Buffers, Engine, EvaluationTask, ExchangeResult, PendingBatch
 from strategies.core.metrics import Layers
 from strategies.core.options import ERROR, is_weighted
@@ -24,13 +24,15 @@ from strategies.exchange.choice import DevicePath
 from strategies.exchange.flat import not_made, private_memory
 from strategies.exchange.means import Bucket
 from strategies.jax.comparing.agreement import digest_of_programs, host_arrays, terms_of
-from strategies.jax.memory.plan import MemoryPlan
+from strategies.jax.memory.plan import DEVICE, MemoryBlock, MemoryPlan, data_blocks, mean_blocks
+from strategies.jax.memory.plan import HOST as IN_HOST
 from strategies.jax.replicas.replicas import Replicas
 from strategies.loss_scaling import LossScale, LossScaling
 from strategies.pipelines.timetable import Timed
 from strategies.placeholders import fill, placeholders_like
 from strategies.torch.agreement import (
     StepSettings,
+    compare_tensors,
     lines_of_function,
     lines_of_module,
     lines_of_optimizer,
@@ -47,12 +49,12 @@ from strategies.torch.hidden_values import HiddenValues
 from strategies.torch.options import TorchOptions, are_weighted, check_weights_supported
 from strategies.torch.replicas.buffers import BuffersHere
 from strategies.torch.replicas.evaluation import TorchRows
-from strategies.torch.replicas.guard import check_repetition, digests_of, is_due
+from strategies.torch.replicas.guard import check_repetition, is_due
 from strategies.torch.replicas.passes import LossFunction
 from strategies.torch.replicas.steps import LocalReplicas, ReplicaResults, StepInputs
 from strategies.torch.tensors import complex_view, host_array, intra_op_threads
 from strategies.torch.training import TorchTraining
-from strategies.torch.updates import check_groups_supported, layers_of, learning_rates_of, numbers_of_groups
+from strategies.torch.updates import STATE, check_groups_supported, layers_of, learning_rates_of, numbers_of_groups
 from strategies.typing import Batch, Tree
 from strategies.values import TrainState
 
@@ -242,12 +244,30 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     def planned(self, batch: Batch) -> MemoryPlan:
         """Return the memory plan of a step with this batch and the loss as the only metric. Not collective."""
         plan, replicas, training = self._gradient_plan(1), self._replicas, self._training
-        memory, path = training.memory_of_replicas, self._path
+        memory, path, local, state = (
+            training.memory_of_replicas,
+            self._path,
+            len(replicas.local_replicas),
+            training.state(),
+        )
         if path is None and replicas.num_instances == 1:  # several instances choose the path in the first step
             path = path_for(replicas, memory)
-        if path is not None:
-            return training.memory_plan(plan, [], batch, stays=True)
-        return training.memory_plan(plan, plan.buckets(not_made, self._writes_over), batch)
+        size = sum(each.size * each.dtype.itemsize for layout in plan.layouts for each in layout.buffers)
+        where, buckets = IN_HOST if memory.is_on_host else DEVICE, []
+        gradients = MemoryBlock("gradients", local.bit_length() * size, where, f"sums of {local} replicas")
+        if path is None:
+            gradients = MemoryBlock("gradients", local * size, IN_HOST, f"of {local} replicas, as they travel")
+            buckets = plan.buckets(not_made, self._writes_over)
+        held = [
+            MemoryBlock("variables", _nbytes(state.variables), where, "once for all local replicas"),
+            MemoryBlock("optimizer state", _nbytes(state.optimizer_state[STATE]), where, "after the first step"),
+            MemoryBlock("model state", _nbytes(state.model_state), where),
+            MemoryBlock("buffers at the beginning", _nbytes(state.model_state), where, "put back before each replica"),
+            gradients,
+            *mean_blocks(replicas, buckets, is_private=memory.is_on_host),
+            *data_blocks(replicas, batch, _nbytes(tensors_of(batch)), IN_HOST),
+        ]
+        return MemoryPlan(replicas.instance.index, local, [each for each in held if each.nbytes])
 
     def _make_exchange(self, names: tuple[str, ...]) -> GradientExchange:
         """Plan how gradients travel, and allocate the memory of their means. Collective."""
@@ -290,7 +310,9 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     def begin(self, state: TorchTraining, batch: Batch, notice: bool) -> TorchPending:
         """Begin a step. After steps 1, 2, 4, 8 and so on instances compare bits."""
         if (made := self._steps_made) and is_due(made):
-            self._insist_on_same_bits(state)
+            compare_tensors(
+                self._replicas, [*state.module.named_parameters(), *state.buffers.named().items()], state.step
+            )
         tensors = tensors_of(batch)
         local = self._local_for(batch, tensors)
         for parameter in self._training.parameters:  # the last gradients would occupy memory beside the new ones
@@ -301,19 +323,6 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         settings = self._settings.settings_hash(state.step, state.parameters)
         inputs = StepInputs(state.step, scale, notice, settings, self._steps_made + 1)
         return TorchPending(local, inputs, local.collect(tensors, inputs, self._make_exchange))
-
-    def _insist_on_same_bits(self, state: TorchTraining) -> None:
-        """Compare the bits of the state between instances. On a device, compare digests that it computes first."""
-        replicas = self._replicas
-        if replicas.num_instances == 1:
-            return
-        if not state.memory_of_replicas.is_on_host:
-            named = [*state.module.named_parameters(), *state.buffers.named().items()]
-            digests = np.array(digests_of([tensor for _, tensor in named]), np.uint64)
-            gathered = replicas.communicator.all_gather(digests, name="digests of the state on the device")
-            if (gathered == gathered[0]).all():
-                return
-        insist_on_same_bits(replicas, host_arrays(state.tensors()), state.step)
 
     @override
     def finish_exchange(self, pending: TorchPending) -> ExchangeResult:
@@ -543,3 +552,7 @@ def flipped(state: TorchTraining) -> TorchTraining:
     octets = state.parameters[0].detach().view(-1)[:1].view(torch.uint8)
     octets[len(octets) // 2] ^= 1
     return state
+
+
+def _nbytes(tree: object) -> int:
+    return sum(int(leaf.nbytes) for leaf in trees.leaves(tree) if hasattr(leaf, "nbytes"))

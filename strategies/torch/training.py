@@ -13,13 +13,8 @@ from collectives import Communicator
 from strategies.checkpoints.sealed_folders import Age, HostArray
 from strategies.core.agreement import broadcast_bytes
 from strategies.errors import StrategyError
-from strategies.exchange.means import Bucket
-from strategies.jax.memory.plan import DEVICE, MemoryBlock, MemoryPlan, data_blocks, mean_blocks
-from strategies.jax.memory.plan import HOST as IN_HOST
 from strategies.jax.replicas.replicas import Replicas
 from strategies.loss_scaling import LossScale
-from strategies.torch.data import tensors_of
-from strategies.torch.exchange.plan import TorchGradientPlan
 from strategies.torch.options import TorchOptions
 from strategies.torch.replicas.buffers import ModelBuffers
 from strategies.torch.replicas.module_parts import ModuleWatch
@@ -38,7 +33,7 @@ from strategies.torch.updates import (
     set_state,
     state_of,
 )
-from strategies.typing import Batch, Tree
+from strategies.typing import Tree
 from strategies.values import TrainState
 
 IS_MADE = "is_made"
@@ -111,10 +106,9 @@ class TorchTraining:
 
     def state(self) -> TrainState:
         """Return the present state as views of the tensors' memory, which the next step invalidates."""
-        variables, model_state = self.tensors()
-        arrays = (variables, self._optimizer_tree(), model_state)
+        arrays = (*self.tensors(), self._optimizer_tree())
         given: Tree = trees.map(lambda array: HostArray.of(np.asarray(array), self._age), arrays)
-        variables, optimizer, model_state = given
+        variables, model_state, optimizer = given
         return TrainState(variables, optimizer, self.step, self.loss_scale, model_state)
 
     def recorded(self) -> TrainState:
@@ -155,19 +149,17 @@ class TorchTraining:
                 real_view(parameter).copy_(as_tensor(np.array(state.variables[name])))
             for name, tensor in self.buffers.named().items():
                 real_view(tensor).copy_(as_tensor(np.array(state.model_state[name])))
-        self._load_optimizer(state.optimizer_state)
-        self.step, self.loss_scale = state.step, state.loss_scale
-        self.replaced()
-
-    def _load_optimizer(self, tree: Tree) -> None:
+        tree, parameters = state.optimizer_state, parameters_of(self.optimizer)
         set_numbers(self.optimizer, tree[GROUPS])
-        is_made, parameters = np.asarray(tree[IS_MADE]), parameters_of(self.optimizer)
+        is_made = np.asarray(tree[IS_MADE])
         made = {
             number: {name: _unpadded(array, parameters[number]) for name, array in of_parameter.items()}
             for number, of_parameter in tree[STATE].items()
             if is_made[number]
         }
         set_state(self.optimizer, made)
+        self.step, self.loss_scale = state.step, state.loss_scale
+        self.replaced()
 
     def share(self, root: int) -> None:
         """Take over the state of instance `root`, except hyperparameters. Collective.
@@ -207,10 +199,10 @@ class TorchTraining:
         known = np.array([self.step, *words, self.buffers.are_known], np.float64)
         communicator.broadcast(known, root, name="how far the state is")
         tensors = [*self.module.named_parameters(), *self.buffers.named().items()]
-        received, arrays = received_tensors(tensors, communicator, root), self._received_optimizer(root)
+        take_tensors, arrays = receive_tensors(tensors, communicator, root), self._received_optimizer(root)
 
         def take() -> None:
-            take_over(tensors, received)
+            take_tensors()
             set_state(self.optimizer, arrays)
             self.step = int(known[0])
             if self.loss_scale is not None:
@@ -234,53 +226,21 @@ class TorchTraining:
             for number in numbers
         }
 
-    # ---- the plan of the memory
 
-    def memory_plan(
-        self, plan: TorchGradientPlan, buckets: Sequence[Bucket], batch: Batch, stays: bool = False
-    ) -> MemoryPlan:
-        """Return the memory that this instance needs.
-
-        Args:
-            plan: The plan of the gradients.
-            buckets: The buckets, with memory for their means on the host.
-            batch: The batch of this instance.
-            stays: Whether gradients stay on the device.
-        """
-        local, state = len(self._replicas.local_replicas), self.state()
-        gradients = sum(each.size * each.dtype.itemsize for layout in plan.layouts for each in layout.buffers)
-        is_on_host = self.memory_of_replicas.is_on_host
-        where = IN_HOST if is_on_host else DEVICE
-        held = [
-            MemoryBlock("variables", _nbytes(state.variables), where, "once for all local replicas"),
-            MemoryBlock("optimizer state", _nbytes(state.optimizer_state["state"]), where, "after the first step"),
-            MemoryBlock("model state", _nbytes(state.model_state), where),
-            MemoryBlock("buffers at the beginning", _nbytes(state.model_state), where, "put back before each replica"),
-            MemoryBlock("gradients", local.bit_length() * gradients, where, f"sums of {local} replicas")
-            if stays
-            else MemoryBlock("gradients", local * gradients, IN_HOST, f"of {local} replicas, as they travel"),
-            *mean_blocks(self._replicas, buckets, is_private=is_on_host),
-            *data_blocks(self._replicas, batch, _nbytes(tensors_of(batch)), IN_HOST),
-        ]
-        return MemoryPlan(self._replicas.instance.index, local, [each for each in held if each.nbytes])
-
-
-def received_tensors(
+def receive_tensors(
     named: Sequence[tuple[str, torch.Tensor]], communicator: Communicator, root: int
-) -> list[torch.Tensor]:
-    """Return copies of the tensors of rank `root`, in new memory on the host. Collective."""
+) -> Callable[[], None]:
+    """Receive the tensors of rank `root` in new memory, and return a function that takes them over. Collective."""
     tensors = [real_view(tensor.detach()) for _, tensor in named]
     received = [one.to(HOST, copy=True, memory_format=torch.contiguous_format) for one in tensors]
     for (name, _), copy in zip(named, received, strict=True):
         communicator.broadcast(as_array(copy), root, name=name)
-    return received
 
+    def take_over() -> None:
+        for tensor, value in zip(tensors, received, strict=True):
+            tensor.copy_(value)
 
-def take_over(named: Sequence[tuple[str, torch.Tensor]], values: Sequence[torch.Tensor]) -> None:
-    """Copy values into tensors."""
-    with torch.no_grad():
-        for (_, tensor), value in zip(named, values, strict=True):
-            real_view(tensor).copy_(value)
+    return take_over
 
 
 def _unpadded(array: np.ndarray | HostArray, parameter: torch.Tensor) -> np.ndarray:
@@ -378,7 +338,3 @@ def check_on_cpu(module: torch.nn.Module, whose: str) -> None:
                 f"{name} is on {tensor.device}, but {whose} computes on the CPU; move the module there with "
                 "module.cpu(), or train it on the device with strategies.torch.Trainer (docs: gpus)"
             )
-
-
-def _nbytes(tree: object) -> int:
-    return sum(int(leaf.nbytes) for leaf in trees.leaves(tree) if hasattr(leaf, "nbytes"))

@@ -13,15 +13,22 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from strategies.core.agreement import broadcast_bytes, insist_on_agreement, insist_on_same_bits, replicas_where
+from strategies.core.agreement import broadcast_bytes, insist_on_agreement, replicas_where
 from strategies.core.journal import Recorded
 from strategies.core.metrics import layer_statistics, report_layer_statistics
 from strategies.core.options import ERROR, SKIP, is_weighted, weighted_means
 from strategies.core.survival import collectively, warn_of_loss
 from strategies.errors import SpareError, StrategyError, ZeroWeightError
-from strategies.jax.comparing.agreement import digest_of, host_arrays
+from strategies.jax.comparing.agreement import digest_of
 from strategies.jax.replicas.replicas import Replicas
-from strategies.torch.agreement import broadcast_order, hash_at_step, order_of, put_in_order, settings_differ
+from strategies.torch.agreement import (
+    broadcast_order,
+    compare_tensors,
+    hash_at_step,
+    order_of,
+    put_in_order,
+    settings_differ,
+)
 from strategies.torch.distributed_model.passes import (
     GradientHooks,
     LossWeight,
@@ -54,7 +61,7 @@ from strategies.torch.replicas.module_parts import ModuleWatch, Slot
 from strategies.torch.replicas.state import pack_tree, unpack_tree
 from strategies.torch.replicas.sync_batch_norm import sync_context_of_loop, sync_layers_of
 from strategies.torch.tensors import ReplicaMemory, divide, host_array, real_views, tensors_in
-from strategies.torch.training import check_module, received_tensors, take_over
+from strategies.torch.training import check_module, receive_tensors
 from strategies.torch.updates import layers_of_loop, parameters_of
 from strategies.typing import Tree
 
@@ -168,7 +175,7 @@ class GradientAveraging:
     def begin_alike(self, root: int) -> None:
         """Take over the parameters and buffers of the instance `root`. Collective."""
         named = [*self.module.named_parameters(), *self.module.named_buffers()]
-        take_over(named, received_tensors(named, self.replicas.communicator, root))
+        receive_tensors(named, self.replicas.communicator, root)()
         self.changes.begin()
         self._writes_before = self.watch.writes
 
@@ -183,9 +190,8 @@ class GradientAveraging:
         """
         step = self.loop.step
         if settings_differ(*hashes) or (step and is_due(step)):
-            named = [*self.module.named_parameters(), ("steps_made", torch.tensor(step))]
-            state = {name: host_array(one) for name, one in named}
-            insist_on_same_bits(self.replicas, host_arrays(state), step)
+            made = torch.tensor(step, device=self.device)
+            compare_tensors(self.replicas, [*self.module.named_parameters(), ("steps_made", made)], step)
             self._writes_before = self.watch.writes
 
     # ---- the plan
