@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import NoReturn
 
 import numpy as np
@@ -93,7 +93,6 @@ class GradientAveraging:
         watch: The watch over the module, whose parts the program may change between two steps.
         buffers: The buffers on which replicas agree.
         changes: The changes of these buffers, and of frozen parameters.
-        number: The number of the model among those that share a communicator; 0: not known yet.
         named: The parameters of the plan, with their names.
         numbers: The places in the plan, by the ids of parameters.
         slots: The buffers and frozen parameters of the plan.
@@ -112,7 +111,6 @@ class GradientAveraging:
         self.is_alone = count == 1
         self.buffers = ModelBuffers(module, options.model_state_aggregation, count, first)
         self.changes = WrittenBuffers(self.buffers, self.watch)
-        self.number = 0
         self.named: Named = ()
         self.numbers: dict[int, int] = {}
         self.slots: Sequence[Slot] = ()
@@ -138,6 +136,12 @@ class GradientAveraging:
         self.passes = passes_over(self._communicator)
         self.passes.members.add(self.loop.weights)
 
+    @cached_property
+    def number(self) -> int:
+        """The number of the model among those that share a communicator, in the order of their first plans."""
+        self.passes.models += 1
+        return self.passes.models
+
     @property
     def device(self) -> torch.device:
         """The device of the module."""
@@ -153,7 +157,6 @@ class GradientAveraging:
 
     def start(self) -> None:
         """Compare the instances, and take over parameters and buffers of instance 0. Collective."""
-        self._entitle()
 
         def attempt() -> bool:
             self._meet_the_others()
@@ -167,32 +170,12 @@ class GradientAveraging:
         recorded = Recorded[bool]("start of a DistributedModel", lambda done: bool, raise_on_spare)
         collectively(self.replicas, attempt, share, lambda: True, recorded)
 
-    def _entitle(self) -> None:
-        if not self.number:
-            self.passes.models += 1
-            self.number = self.passes.models
-
     def begin_alike(self, root: int) -> None:
         """Take over the parameters and buffers of the instance `root`. Collective."""
         named = [*self.module.named_parameters(), *self.module.named_buffers()]
         receive_tensors(named, self.replicas.communicator, root)()
         self.changes.begin()
         self._writes_before = self.watch.writes
-
-    def _compare_bits(self, hashes: tuple[float, float]) -> None:
-        """Compare the bits of parameters, and the step, if hashes differ, and in steps 1, 2, 4, 8, ... Then collective.
-
-        Args:
-            hashes: The mean of the hashes of all instances, and of their squares.
-
-        Raises:
-            DivergenceError: On all instances, if bits differ.
-        """
-        step = self.loop.step
-        if settings_differ(*hashes) or (step and is_due(step)):
-            made = torch.tensor(step, device=self.device)
-            compare_tensors(self.replicas, [*self.module.named_parameters(), ("steps_made", made)], step)
-            self._writes_before = self.watch.writes
 
     # ---- the plan
 
@@ -208,6 +191,7 @@ class GradientAveraging:
         Raises:
             DisagreementError: On all instances, if options, parameters or buffers differ.
         """
+        title = "gradients" if self.number == 1 else f"gradients of model {self.number}"
         check_module(self.module)
         put_in_order(self.module, broadcast_order(self.replicas, order_of(self.module)))
         self._look()
@@ -225,14 +209,13 @@ class GradientAveraging:
         self.is_behind, self._known = False, set(map(id, self.watch.parameters))
         self._writes_before = self.watch.writes
         self.slots = self.buffers.slots
-        self.exchange = self._new_exchange()
+        self.exchange = self._new_exchange(title)
         self.leaves_early = self.exchange.plan.streams and not self.is_alone
 
-    def _new_exchange(self) -> GradientExchange:
-        """Return the exchange for the parameters of the plan. Collective."""
+    def _new_exchange(self, title: str) -> GradientExchange:
+        """Return the exchange for the parameters of the plan, given the name of its collectives. Collective."""
         replicas, memory = self.replicas, ReplicaMemory(self.device)
         parameters = tuple(Parameter.of(*one) for one in self.named)
-        title = "gradients" if self.number == 1 else f"gradients of model {self.number}"
         plan = TorchGradientPlan(parameters, self._options.transfer, title=title)
         rows = [dict[int, GroupRow]() for _ in replicas.local_replicas]
         if 1 < replicas.num_replicas_in_sync == replicas.communicator.size:
@@ -286,9 +269,7 @@ class GradientAveraging:
                 )
             self._follow_parts()
         are_new = any(one.requires_grad and id(one) not in self.numbers for one in watch.parameters)
-        if are_new or watch.has_other_kinds:
-            watch.look()
-            self.is_behind = True
+        self.is_behind = self.is_behind or are_new or watch.has_other_kinds
 
     def gradients_of(self, came: Set[int], earlier: Set[int] = frozenset()) -> dict[str, torch.Tensor | None]:
         """Return the gradients that a step has, by the names of parameters.
@@ -384,15 +365,13 @@ class GradientAveraging:
             StrategyError: If a backward pass of autograd would be that of one of several local replicas.
         """
         local = len(self.replicas.local_replicas)
-        if local > 1 and has_baton():
+        if local > 1:
             raise StrategyError(
                 f"the loss of another model's backward(loss_fn, batch) goes through this {type(self.module).__name__},"
                 " whose gradients that call cannot average; freeze it meanwhile: call requires_grad_(False) on its "
                 "module before, and requires_grad_(True) afterwards"
-            )
-        if local > 1:
-            raise StrategyError(
-                f"this instance drives {local} replicas, but loss.backward() is the backward pass of one; call "
+                if has_baton()
+                else f"this instance drives {local} replicas, but loss.backward() is the backward pass of one; call "
                 "model.backward(loss_fn, batch), which lets each replica compute, or use strategies.torch.Trainer"
             )
         if not self._has_warned:
@@ -520,7 +499,6 @@ class GradientAveraging:
                 tail = exchange.finish([self._tail_values(*pair, is_active) for pair in pairs])
                 if not tail.metrics[1]:
                     return self._applied(tail, results, of_each)
-            self._entitle()
             self._make_plan()
             is_taken = False
 
@@ -572,8 +550,11 @@ class GradientAveraging:
         slots = [result.slots_of(self.slots) for result in results]
         values = self.buffers.agreed(tail.has_changed, slots, self.replicas)
         self.changes.keep({number: value.to(self.device) for number, value in values.items()})
-        if active == 1:
-            self._compare_bits(tail.settings)
+        step = self.loop.step
+        if active == 1 and (settings_differ(*tail.settings) or (step and is_due(step))):
+            made = torch.tensor(step, device=self.device)
+            compare_tensors(self.replicas, [*self.module.named_parameters(), ("steps_made", made)], step)
+            self._writes_before = self.watch.writes
         means = {name: mean for (name, _), mean in zip(self.named, of_each[0], strict=True) if mean is not None}
         return MeanPassResult(_quotient(float(tail.metrics[2]), weight), means, values, weight, active)
 
@@ -599,7 +580,6 @@ class GradientAveraging:
                 "leave such batches out, catch this error and leave optimizer.step() out, or use zero_weight='skip'"
             )
         if (settings := self.replicas.distributions) is not None:
-            self._entitle()
             prefix = "" if self.number == 1 else f"model_{self.number}/"
             layers = partial(layers_of_loop, self.watch.named, self.replicas)
             report_layer_statistics(self.replicas, layer_statistics(settings, step, layers, self.replicas), prefix)

@@ -15,7 +15,6 @@ from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from collectives import Communicator
 from strategies.core.options import travelling
@@ -428,8 +427,7 @@ class GradientHooks:
 
     def __init__(self, completed: Complete) -> None:
         self._callback = partial(call_if_there, weakref.WeakMethod(completed))
-        self._hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
-        weakref.finalize(self, _remove, self._hooks)
+        self._hooks: dict[int, tuple[torch.Tensor, weakref.finalize[..., GradientHooks]]] = {}  # and how they end
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return id(parameter) in self._hooks
@@ -437,13 +435,14 @@ class GradientHooks:
     def follow(self, named: Named) -> None:
         """Add hooks to new parameters, and remove those of parameters that are gone."""
         for gone in self._hooks.keys() - {id(one) for _, one in named}:
-            self._hooks.pop(gone)[1].remove()
+            self._hooks.pop(gone)[1]()
         for _, one in named:
             if one in self or not one.is_leaf or not (one.is_floating_point() or one.is_complex()):
                 continue
             is_trained = one.requires_grad
             one.requires_grad_(True)  # PyTorch refuses hooks on frozen parameters, which may be thawed later
-            self._hooks[id(one)] = one, one.register_post_accumulate_grad_hook(self._callback)
+            hook = one.register_post_accumulate_grad_hook(self._callback)
+            self._hooks[id(one)] = one, weakref.finalize(self, hook.remove)
             one.requires_grad_(is_trained)
 
 
@@ -451,11 +450,6 @@ def call_if_there(reference: weakref.WeakMethod[Callable[..., Result]], *argumen
     """Call a method if its object is still there."""
     method = reference()
     return None if method is None else method(*arguments)
-
-
-def _remove(hooks: Mapping[int, tuple[torch.Tensor, RemovableHandle]]) -> None:
-    for _, hook in hooks.values():
-        hook.remove()
 
 
 class ExchangingModel(Protocol):
