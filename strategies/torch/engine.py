@@ -45,11 +45,11 @@ from strategies.torch.data import CollatedBatch, shape_of_rows, tensors_of
 from strategies.torch.exchange.gradients import GradientExchange
 from strategies.torch.exchange.paths import path_for
 from strategies.torch.exchange.plan import Parameter, Tail, TorchGradientPlan, check_gradients_on_all
-from strategies.torch.hidden_values import HiddenValues
 from strategies.torch.options import TorchOptions, are_weighted, check_weights_supported
 from strategies.torch.replicas.buffers import BuffersHere
 from strategies.torch.replicas.evaluation import TorchRows
 from strategies.torch.replicas.guard import check_repetition, is_due
+from strategies.torch.replicas.module_parts import HiddenValues
 from strategies.torch.replicas.passes import LossFunction
 from strategies.torch.replicas.steps import LocalReplicas, ReplicaResults, StepInputs
 from strategies.torch.tensors import complex_view, host_array, intra_op_threads

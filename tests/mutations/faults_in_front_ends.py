@@ -605,7 +605,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="a spare of a PyTorch training shows old values",
-        path="strategies/torch/hidden_values.py",
+        path="strategies/torch/replicas/module_parts.py",
         old="if function not in _FACTS:",
         new="if function is None:",
         caught_by=f"{_SPARES}test_a_spare_that_reads_values_ends_with_the_reason",

@@ -1,15 +1,20 @@
-"""The parts of a module: slots of buffers and frozen parameters, and parts that are replaced, compiled or scripted."""
+"""The parts of a module: slots of buffers and frozen parameters, parts that are replaced, compiled or scripted.
+
+On a spare, the values of these parts and of the optimizer are hidden: only the active instances know them.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple, final
 
 import torch
 from torch._C._dynamo import eval_frame
 
-from strategies.errors import StrategyError
+from strategies.errors import SpareError, StrategyError
 from strategies.torch.replicas.gradient_map import groups_of
 from strategies.torch.tensors import have_other_bits, have_same_bits
 
@@ -224,3 +229,157 @@ def _is_optimized(module: torch.nn.Module) -> bool:
     except RuntimeError:  # "optimized_plan_ INTERNAL ASSERT FAILED": there is none
         return False
     return any(_OPTIMIZED.search(str(plan.graph)) for plan in plans.values())
+
+
+# ---- the values on a spare
+
+Wait = Callable[[], None]
+"""Waits until this spare has become active. If it does not, the function raises `SpareError` or `SystemExit`."""
+
+_ATTRIBUTES = (
+    *("device", "dtype", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_sparse", "itemsize", "layout"),
+    *("nbytes", "ndim", "requires_grad", "shape"),
+)
+_METHODS = (
+    *("__len__", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "nelement"),
+    *("numel", "requires_grad_", "size", "stride"),
+)
+_FACTS = frozenset(
+    {
+        *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES),
+        *(getattr(torch.Tensor, name).__set__ for name in ("requires_grad",)),
+        *(getattr(torch.Tensor, name) for name in _METHODS),
+    }
+)
+"""The functions of PyTorch that need no values."""
+
+
+class _HiddenTensor:
+    """The part of the class of a tensor without values; `training` is set in the class of each trainer's tensors."""
+
+    training: HiddenValues
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        named: Mapping[str, object] | None = None,
+    ) -> object:
+        if function not in _FACTS:
+            cls.training.wait_for_values()
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(named or {}))
+
+
+class _HiddenOptimizer:
+    """The part of the class of an optimizer whose state has no values; `training` is set as for tensors."""
+
+    training: HiddenValues
+
+    @property
+    def state(self) -> object:
+        """The state of the optimizer, after waiting for it."""
+        self.training.wait_for_values()
+        return vars(self)["state"]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: a spare has no gradients."""
+
+
+@final
+class HiddenValues:
+    """The values of a module and its optimizer, which can be hidden and shown.
+
+    While they are hidden, each use of a parameter, buffer, gradient or optimizer state waits for them. Shapes, dtypes,
+    `requires_grad`, `zero_grad` and the hyperparameters of the optimizer can be used.
+
+    Args:
+        module: The module.
+        optimizer: Its optimizer.
+
+    Attributes:
+        wait: The function that waits for them.
+    """
+
+    def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.module, self.optimizer = module, optimizer
+        self.wait: Wait = lambda: None
+        self._hidden: list[tuple[object, type]] = []  # tensors and the optimizer, with their classes
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether the values are hidden."""
+        return bool(self._hidden)
+
+    def wait_for_values(self) -> None:
+        """Wait until the values are there.
+
+        Raises:
+            SpareError: If they do not come.
+        """
+        self.wait()
+        if self.is_hidden:
+            raise SpareError(
+                "the program reads or writes a tensor of the Trainer's module or optimizer, which a spare does not "
+                "have before it becomes active; read them in strategy.on_chief, or use metrics"
+            )
+
+    def hide(self, wait: Wait) -> None:
+        """Hide the values. The state of the optimizer is dropped.
+
+        Args:
+            wait: Function that waits for the values.
+
+        Raises:
+            SpareError: If a tensor has a class of which no class can be derived.
+        """
+        if self.is_hidden:
+            return
+        self.wait = wait
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        self.optimizer.state.clear()
+        vars(self.optimizer)["_opt_called"] = True  # schedulers look for it, and would warn
+        parts = {id(one): one for one in (*self.module.parameters(), *self.module.buffers(), self.optimizer)}
+        classes: dict[type, type] = {}
+        try:
+            for one in parts.values():
+                if (kind := type(one)) not in classes:
+                    part = _HiddenTensor if issubclass(kind, torch.Tensor) else _HiddenOptimizer
+                    classes[kind] = type(f"Hidden{kind.__name__}", (part, kind), {"training": self})
+                one.__class__ = classes[kind]  # as PyTorch's lazy modules do
+                self._hidden.append((one, kind))
+        except TypeError as error:
+            raise SpareError(
+                f"a spare cannot hide the values of a {kind.__name__}: {error}; use torch.nn.Parameter and tensors"
+            ) from error
+        vars(self.module)["zero_grad"] = lambda set_to_none=True: None  # a spare has no gradients
+
+    def show(self) -> None:
+        """Show the tensors again, with the values that they had, or NaN after `forget`."""
+        if not self.is_hidden:
+            return
+        for one, kind in self._hidden:
+            one.__class__ = kind
+        self._hidden = []
+        vars(self.module).pop("zero_grad", None)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show the values in this block."""
+        was_hidden = self.is_hidden
+        self.show()
+        try:
+            yield
+        finally:
+            if was_hidden:
+                self.hide(self.wait)
+
+    def forget(self) -> None:
+        """Write NaN over the values, so that no view of the program shows old ones. They must be shown."""
+        with torch.no_grad():
+            for one in (*self.module.parameters(), *self.module.buffers()):
+                if one.is_floating_point() or one.is_complex():
+                    one.fill_(math.nan)
