@@ -19,6 +19,7 @@ from functools import partial
 from types import CellType, CodeType, FunctionType
 from typing import TypeGuard, TypeVar
 
+import numpy as np
 import torch
 
 from collectives import Communicator

@@ -50,8 +50,9 @@ from strategies.torch.replicas.buffers import BuffersHere
 from strategies.torch.replicas.evaluation import TorchRows
 from strategies.torch.replicas.guard import check_repetition, is_due
 from strategies.torch.replicas.module_parts import HiddenValues
-from strategies.torch.replicas.passes import LossFunction
-from strategies.torch.replicas.steps import LocalReplicas, ReplicaResults, StepInputs
+from strategies.torch.replicas.passes import LossFunction, ReplicaResults
+from strategies.torch.replicas.steps import LocalReplicas, StepInputs
+from strategies.torch.replicas.turns import TurnsOfStep
 from strategies.torch.tensors import complex_view, host_array, intra_op_threads
 from strategies.torch.training import TorchTraining
 from strategies.torch.updates import STATE, check_groups_supported, layers_of, learning_rates_of, numbers_of_groups
@@ -152,7 +153,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             self._hidden_values.wait_for_values()
             raise SpareError("this instance was a spare in the last step, so it has no outputs of it; use metrics")
         fetched = self._training.memory_of_replicas.fetched
-        return [] if self._local is None else [fetched(list(one.passes.outputs)) for one in self._local.results]
+        return [] if self._local is None else [fetched(list(one.outputs)) for one in self._local.results]
 
     @property
     def spans(self) -> dict[int, Sequence[Timed]]:
@@ -174,7 +175,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         if (local := self._local) is None or not local.fits(self._replicas):
             if local is not None:
                 self._announce_what_is_trained(local)
-                local.state.undo(training.step)
+                local.turns.undo(training.step)
             self._close_local()
             self._first_step = training.step
             training.buffers.follow()
@@ -321,14 +322,15 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             local.exchange.let_go()
         scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
         settings = self._settings.settings_hash(state.step, state.parameters)
-        inputs = StepInputs(state.step, scale, notice, settings, self._steps_made + 1)
+        turns = TurnsOfStep(state.step, self._steps_made + 1, local.replicas, state.memory_of_replicas.device)
+        inputs = StepInputs(turns, scale, notice, settings)
         return TorchPending(local, inputs, local.collect(tensors, inputs, self._make_exchange))
 
     @override
     def finish_exchange(self, pending: TorchPending) -> ExchangeResult:
         training, exchange, local = self._training, pending.exchange, pending.local
-        if local.repeats_in(pending.inputs):
-            check_repetition(self._replicas, local.guard.found, training.step)
+        if local.turns.repeats_in(pending.inputs.turns):
+            check_repetition(self._replicas, local.turns.guard.found, training.step)
         plan, results = exchange.plan, local.results
         checks = training.loss_scale is not None or self._options.check_numerics
         weight = exchange.weight
@@ -374,7 +376,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         """
 
         def of_replicas() -> list[float]:
-            local = [[np.array(one.passes.weight or 0.0)] for one in results]
+            local = [[np.array(one.weight or 0.0)] for one in results]
             return [float(one) for [one] in gather_arrays(self._replicas, local, "weights of the replicas")]
 
         return is_weighted(weight, self._training.step, self._options.zero_weight, of_replicas)
@@ -386,7 +388,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         if pending.is_applied:
             self._apply(pending.means)
             training.buffers.keep(pending.values, pending.moving)
-        pending.local.state.applied()
+        pending.local.turns.applied()
         training.step += 1
         training.replaced()
         return training
@@ -492,7 +494,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     @override
     def hand_over(self, state: TorchTraining, root: int, joins: bool) -> TorchTraining:
         if self._local is not None:
-            self._local.state.undo(state.step)
+            self._local.turns.undo(state.step)
         first = np.array(-1 if self._first_step is None else self._first_step)
         self._replicas.communicator.broadcast(first, root, name="first step with these replicas")
         if joins:

@@ -143,17 +143,11 @@ class TorchOptions(CommonOptions):
         is_running = self.method is GradientAccumulationReductionMethod.RUNNING_MEAN
         return number + 1 if is_running else self.gradient_accumulation_count
 
-    def mapping(self) -> GradientMap | None:
-        """Return the map for the gradients of one replica; None without `map_gradient`."""
-        if self.map_gradient is None:
-            return None
+    def mapping(self) -> GradientMap:
+        """Return the map of gradients of one replica, which also makes zeros of those whose loss has the weight 0."""
         keeps_bad = self.check_numerics or self.scaling is not None
         at_once = 1 if self.pipeline is None else self.gradient_accumulation_count
         return GradientMap(self.map_gradient, keeps_bad, at_once)
-
-    def zeros(self) -> GradientMap:
-        """Return the map that makes zeros of gradients whose loss has the weight 0, and keeps others."""
-        return GradientMap(None, at_once=1 if self.pipeline is None else self.gradient_accumulation_count)
 
     @cached_property
     def autocast_dtype(self) -> torch.dtype | None:

@@ -16,9 +16,9 @@ from strategies.errors import StrategyError
 from strategies.jax.replicas.replicas import Replicas
 from strategies.loss_scaling import LossScale
 from strategies.torch.options import TorchOptions
+from strategies.torch.replicas.attributes import attributes_of, pack_tree, unpack_tree
 from strategies.torch.replicas.buffers import ModelBuffers
 from strategies.torch.replicas.module_parts import ModuleWatch
-from strategies.torch.replicas.state import attributes_of, pack_tree, unpack_tree
 from strategies.torch.replicas.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import HOST, ReplicaMemory, as_array, as_tensor, host_array, real_view
 from strategies.torch.updates import (

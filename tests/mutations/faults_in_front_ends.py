@@ -184,9 +184,9 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="buffers of replicas do not follow the program's changes of the module",
-        path="strategies/torch/replicas/state.py",
-        old="            self.value.copy_(tensor)\n",
-        new="            pass\n",
+        path="strategies/torch/replicas/module_parts.py",
+        old="return memory.copy_(tensor)",
+        new="return memory",
         caught_by="tests/strategies/on_torch/test_torch_trainer.py::TestBuffers::test_changes_by_the_program_reach_all_replicas",
     ),
     Fault(
@@ -220,7 +220,7 @@ IN_FRONT_ENDS = (
     Fault(
         name="a turn of a replica and its repetition may differ",
         path="strategies/torch/engine.py",
-        old="            check_repetition(self._replicas, local.guard.found, training.step)\n",
+        old="            check_repetition(self._replicas, local.turns.guard.found, training.step)\n",
         new="            pass\n",
         caught_by="tests/strategies/on_torch/test_repeated_turns.py::test_all_instances_raise_a_difference",
     ),
@@ -248,7 +248,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="frozen parameters that replicas write are not put back in the first step",
-        path="strategies/torch/replicas/state.py",
+        path="strategies/torch/replicas/turns.py",
         old="slot.is_parameter and buffers.are_known and slot.name not in written",
         new="slot.is_parameter and slot.name not in written",
         caught_by="tests/strategies/on_torch/test_idioms.py::test_the_bits_do_not_depend_on_the_instances",
@@ -262,28 +262,28 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="a refused step stays in the attributes of a module",
-        path="strategies/torch/replicas/state.py",
-        old="        self.undo(step)\n        self._have_own",
+        path="strategies/torch/replicas/turns.py",
+        old="        self.undo(step.step)\n        self._have_own",
         new="        self._have_own",
         caught_by=f"{_LOSSES}test_an_attribute_does_not_count_a_step_that_was_refused",
     ),
     Fault(
         name="a replica gets the attribute that another one has assigned first",
-        path="strategies/torch/replicas/state.py",
-        old="dict.fromkeys(self._replicas, begun[key])",
-        new="dict.fromkeys(self._replicas, self._value(*key))",
+        path="strategies/torch/replicas/attributes.py",
+        old="dict.fromkeys(self._replicas, first)",
+        new="dict.fromkeys(self._replicas, self._value(*place))",
         caught_by="tests/strategies/on_torch/test_turns.py::test_replicas_have_the_bits_of_copies_in_plain_pytorch",
     ),
     Fault(
         name="a value that the program moves to another attribute is that of the last replica",
-        path="strategies/torch/replicas/state.py",
+        path="strategies/torch/replicas/attributes.py",
         old="if id(pair[1]) in moved]:",
         new="if False]:",
         caught_by="tests/strategies/on_torch/test_turns.py::test_replicas_have_the_bits_of_copies_in_plain_pytorch",
     ),
     Fault(
         name="the program's assignment of the last replica's value is not seen",
-        path="strategies/torch/replicas/state.py",
+        path="strategies/torch/replicas/attributes.py",
         old=" or _is_shared(left)",
         new="",
         caught_by="tests/strategies/on_torch/test_turns.py::test_a_value_that_the_program_assigns_to_a_part_holds_for_all_replicas",
@@ -311,7 +311,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="a replica begins with the attributes that another one has left",
-        path="strategies/torch/replicas/state.py",
+        path="strategies/torch/replicas/attributes.py",
         old="            _put(self._attributes[number], name, values.of[replica])\n",
         new="            pass\n",
         caught_by="tests/strategies/on_torch/test_lightning.py::test_attributes_that_steps_assign_belong_to_their_replica",
@@ -326,8 +326,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="micro-batches of a module are not divided by their number",
         path="strategies/torch/replicas/passes.py",
-        old="        if divisor != 1:\n",
-        new="        if divisor < 1:\n",
+        old="            if divisor != 1:\n",
+        new="            if divisor < 1:\n",
         caught_by="tests/strategies/on_torch/test_poptorch.py::TestTraining::test_gradients_are_reduced_over_micro_batches_and_replicas",
     ),
     Fault(
@@ -361,8 +361,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="gradients of PyTorch are divided before map_gradient gets them",
         path="strategies/torch/replicas/passes.py",
-        old="            self._map.begin(number, scale, divisor, weight)\n",
-        new="            self._map.begin(number, scale, divisor, weight)\n            loss = loss / divisor\n",
+        old="        if not self._is_mapped:\n",
+        new="        loss = loss / divisor if self._is_mapped else loss\n        if not self._is_mapped:\n",
         caught_by="tests/strategies/on_torch/test_torch_mapped_gradients.py::TestTheOption::test_gradients_are_mapped_before_division_and_summation",
     ),
     Fault(

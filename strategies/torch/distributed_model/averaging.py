@@ -53,12 +53,12 @@ from strategies.torch.options import (
     weighted_loss,
     weighted_value,
 )
+from strategies.torch.replicas.attributes import pack_tree, unpack_tree
 from strategies.torch.replicas.buffers import ModelBuffers
 from strategies.torch.replicas.generators import has_baton
 from strategies.torch.replicas.gradient_map import GradientMap, GroupRow
 from strategies.torch.replicas.guard import is_due
 from strategies.torch.replicas.module_parts import ModuleWatch, Slot
-from strategies.torch.replicas.state import pack_tree, unpack_tree
 from strategies.torch.replicas.sync_batch_norm import sync_context_of_loop, sync_layers_of
 from strategies.torch.tensors import ReplicaMemory, divide, host_array, real_views, tensors_in
 from strategies.torch.training import check_module, receive_tensors

@@ -36,11 +36,11 @@ from strategies.torch.options import (
     states_to,
     weighted_value,
 )
+from strategies.torch.replicas.attributes import Attributes
 from strategies.torch.replicas.generators import has_baton
 from strategies.torch.replicas.gradient_map import groups_of
 from strategies.torch.replicas.guard import check_repetition
 from strategies.torch.replicas.module_parts import check_not_compiled, stop_profiling
-from strategies.torch.replicas.state import Attributes, attributes_of
 from strategies.torch.replicas.sync_batch_norm import check_no_sync_layers, sync_layers_of
 from strategies.torch.replicas.turns import Gradients, ReplicaTurns, TurnsOfStep
 from strategies.torch.tensors import keep_freed_memory, use_deterministic_operations
@@ -155,7 +155,7 @@ class DistributedModel(torch.nn.Module):
 
     def compute_with(self, attributes: Attributes) -> None:
         """Let a front end of this model say which attributes of the module each replica has for itself."""
-        self._turns.turns.state.attributes = attributes
+        self._turns.attributes = attributes
 
     @property
     def steps_made(self) -> int:
@@ -346,10 +346,14 @@ class ReplicaBackward:
 
     Args:
         averaging: The averaging of the module's gradients.
+
+    Attributes:
+        attributes: The attributes of the module, of which each replica has its own.
     """
 
     def __init__(self, averaging: GradientAveraging) -> None:
         self._averaging, self._module, self._replicas = averaging, averaging.module, averaging.replicas
+        self.attributes = attributes_of(self._module)
         self._has_warned = False
         self._key: object = None
         self._first_step = 0
@@ -358,7 +362,7 @@ class ReplicaBackward:
     def turns(self) -> ReplicaTurns[PassResult]:
         """The turns, which only `DistributedModel.backward` needs."""
         averaging, count = self._averaging, self._replicas.num_replicas_in_sync
-        return ReplicaTurns(self._module, averaging.watch, averaging.buffers, attributes_of(self._module), count)
+        return ReplicaTurns(self._module, averaging.watch, averaging.buffers, self.attributes, count)
 
     def backward(self, loss_fn: LossOfBatch, batch: Batch, micro_batches: int) -> torch.Tensor:
         """Let every local replica compute, and average the gradients; see `DistributedModel.backward`. Collective."""
@@ -409,7 +413,7 @@ class ReplicaBackward:
             raise
         averaging.loop.next_step()
         averaging.end_step(means.weight, averaging.loop.step - 1)
-        self.turns.state.applied()
+        self.turns.applied()
         return torch.tensor(means.loss)
 
     def _give(self, means: MeanPassResult, begin: _Begin) -> None:
@@ -429,7 +433,7 @@ class ReplicaBackward:
         averaging.follow()
         if averaging.is_behind:
             averaging.changes.follow()
-            turns.state.attributes.follow()
+            self.attributes.follow()
         key = replicas.communicator, local
         if self._key != key or averaging.is_behind:  # it is not known what other instances or parts write
             self._key, self._first_step = key, step
@@ -447,7 +451,7 @@ class ReplicaBackward:
     def _turn(
         self, replica: int, losses: Sequence[Callable[[], object]], begin: _Begin
     ) -> tuple[PassResult, Gradients]:
-        averaging, state = self._averaging, self.turns.state
+        averaging = self._averaging
         loop, device = averaging.loop, averaging.device
         for parameter, gradient in begin.items():
             parameter.grad = None if gradient is None else gradient.detach().clone()
@@ -459,8 +463,7 @@ class ReplicaBackward:
                 of_losses.append(value)
                 total += weighted
             gradients, weight = averaging.gradients_of(loop.carried), loop.weights.total
-            changed = state.changes(replica, averaging.buffers.moving, self._replicas.num_replicas_in_sync)
-            slots = state.slots(replica, changed)
+            changed, slots = self.turns.ended(replica)
         for parameter in begin:
             parameter.grad = None
         changes = {slot.name: float(one) for slot, one in zip(slots, changed, strict=True)}

@@ -28,8 +28,8 @@ from strategies.torch.agreement import broadcast_object, gather_objects
 from strategies.torch.distributed_model.model import DistributedModel
 from strategies.torch.lightning.loader import ReplicaBatches, by_replica
 from strategies.torch.options import number_of, one_of, states_to
+from strategies.torch.replicas.attributes import Attributes
 from strategies.torch.replicas.generators import drawing_from, seed_of
-from strategies.torch.replicas.state import Attributes
 from strategies.torch.tensors import HOST
 from strategies.typing import Batch, Tree
 from strategies.values import Outcome

@@ -27,12 +27,12 @@ from strategies.torch.agreement import lines_of_function, lines_of_module
 from strategies.torch.data import CollatedBatch, parts_of, shape_of_rows, tensors_of
 from strategies.torch.options import WEIGHT, outcome_of, weighted_value
 from strategies.torch.pipelines import PipelineRun, StageCursor, TorchPipeline, drawing
+from strategies.torch.replicas.attributes import attributes_of
 from strategies.torch.replicas.generators import Baton, kept_generators, seed_of
 from strategies.torch.replicas.gradient_map import ReplicaRows
 from strategies.torch.replicas.guard import WriteMarks, is_due
 from strategies.torch.replicas.module_parts import Slot, slots_of
 from strategies.torch.replicas.passes import LossFunction
-from strategies.torch.replicas.state import attributes_of
 from strategies.torch.replicas.sync_batch_norm import SyncContext
 from strategies.torch.tensors import ReplicaMemory, as_array, intra_op_threads, keep_freed_memory, kept_apart
 from strategies.torch.training import TorchTraining

@@ -204,7 +204,8 @@ class GradientMap:
         nodes = [get_gradient_edge(mine).node for _, mine in pairs]  # PyTorch drops a node without references
         with ExitStack() as hooks:
             for node, (original, mine) in zip(nodes, pairs, strict=True):
-                hooks.enter_context(node.register_prehook(partial(_mapped, self, original, mine)))
+                is_same = original.data_ptr() == mine.data_ptr() and original.shape == mine.shape
+                hooks.enter_context(node.register_prehook(partial(_mapped, self, original if is_same else mine)))
             self.is_attached = True
             try:
                 yield
@@ -269,10 +270,7 @@ def multiplied(function: MapGradient, factor: int) -> MapGradient:
 
 
 def _mapped(
-    own: GradientMap, original: torch.Tensor, mine: torch.Tensor, gradients: Sequence[torch.Tensor | None]
+    own: GradientMap, parameter: torch.Tensor, gradients: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...]:
     """Map a gradient. Autograd calls this."""
-    if (gradient := gradients[0]) is None:
-        return tuple(gradients)
-    is_same = original.data_ptr() == mine.data_ptr() and original.shape == mine.shape
-    return (own(gradient, original if is_same else mine),)
+    return tuple(None if gradient is None else own(gradient, parameter) for gradient in gradients)

@@ -44,9 +44,12 @@ class Slot(NamedTuple):
         assert tensor is not None
         return tensor
 
-    def copied(self) -> Slot:
-        """Return a slot outside of the module, with a copy of the tensor."""
-        return self.holding(self.tensor.detach().clone())
+    def copied(self, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a copy of the tensor: the given one, if it has the same shape and dtype."""
+        tensor = self.tensor.detach()
+        if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
+            return tensor.clone()
+        return memory.copy_(tensor)
 
     def holding(self, tensor: torch.Tensor) -> Slot:
         """Return a slot outside of the module, with another tensor."""

@@ -24,7 +24,9 @@ from strategies.torch.options import (
 )
 from strategies.torch.pipelines import PipelineRun, StageCursor, drawing
 from strategies.torch.replicas.generators import seed_of
+from strategies.torch.replicas.module_parts import Slot
 from strategies.torch.replicas.sync_batch_norm import SyncContext
+from strategies.torch.replicas.turns import Changes
 from strategies.torch.tensors import ReplicaMemory, divide, kept_apart, way_out_of_refusals
 from strategies.typing import Batch, Number, Tree
 from strategies.values import Outcome
@@ -37,8 +39,8 @@ RUNNING_MEAN = GradientAccumulationReductionMethod.RUNNING_MEAN
 
 
 @dataclass(frozen=True)
-class PassesOfReplica:
-    """The results of a replica's passes in a step, besides gradients.
+class ReplicaResults:
+    """The results of a replica's turn in a step, besides gradients.
 
     Attributes:
         names: The names of the values: "loss", the metrics, and the weight if losses have weights.
@@ -46,6 +48,9 @@ class PassesOfReplica:
         losses: The loss of each micro-batch, without history.
         weight: The mean weight of the losses; None if they have no weights.
         outputs: For each micro-batch, the loss function's third result, without history, on the replica's device.
+        seen: Whether each trained parameter has a gradient, known when the passes have ended.
+        changes: Which slots it has changed, known then.
+        slots: The slots afterwards, known then.
     """
 
     names: tuple[str, ...]
@@ -53,6 +58,9 @@ class PassesOfReplica:
     losses: Sequence[torch.Tensor]
     weight: float | None
     outputs: Sequence[Tree]
+    seen: Sequence[bool] = ()
+    changes: Changes = ()
+    slots: Sequence[Slot] = ()
 
 
 class ReplicaPasses:
@@ -78,8 +86,7 @@ class ReplicaPasses:
     ) -> None:
         self._module, self._memory, self._loss_fn, self._options = module, memory, loss_fn, options
         self._is_on_device, self._meets = is_on_device, meets
-        self._map = options.mapping()
-        self._zeros, self._has_weights = options.zeros(), False
+        self._map, self._has_weights = options.mapping(), False
 
     def run(
         self,
@@ -90,7 +97,7 @@ class ReplicaPasses:
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
         pipeline: PipelineRun | None = None,
         ends: Callable[[], object] | None = None,
-    ) -> PassesOfReplica:
+    ) -> ReplicaResults:
         """Run the passes of a replica. Gradients are added to those of its parameters.
 
         Args:
@@ -130,26 +137,28 @@ class ReplicaPasses:
                     cursor.backward(loss)
 
         with ExitStack() as maps, way_out_of_refusals():
-            if self._map is not None:
-                maps.enter_context(self._map.attached(pairs))
+            if self._is_mapped or (pipeline is not None and self._has_weights):
+                maps.enter_context(self._map.attached(pairs))  # later, others would run through the hooked nodes
             if pipeline is None:
                 for number in range(count):
                     work(number, None)
             else:
-                if self._has_weights:  # later, other micro-batches would run through the hooked nodes
-                    maps.enter_context(self._zeros.attached(pairs))
                 pipeline.each(work, sync_context.replica)
         names, values, losses, weights, outputs = zip(*(one for one in found if one is not None), strict=True)
         weight, total = _mean_of(weights), list(values[0])
         for more in values[1:]:
             total = [one + other for one, other in zip(total, more, strict=True)]
-        return PassesOfReplica(
+        return ReplicaResults(
             names[0] if weight is None else (*names[0], WEIGHT),
             [_divided(value, count) for value in total],
             losses,
             weight,
             outputs,
         )
+
+    @property
+    def _is_mapped(self) -> bool:
+        return self._options.map_gradient is not None
 
     def _autocast(self) -> AbstractContextManager[object]:
         dtype = self._options.autocast_dtype
@@ -195,19 +204,17 @@ class ReplicaPasses:
                     parameter.grad.mul_(number / (number + 1))
         divisor = self._options.divisor(number)
         if weight is not None and self._meets:
-            check_weight_with_sync_layers(loss, weight, self._map is not None)
+            check_weight_with_sync_layers(loss, weight, self._is_mapped)
         elif weight is not None:
             self._has_weights = True
-            if not self._zeros.is_attached and (weight == 0 or self._options.pipeline is not None):
-                maps.enter_context(self._zeros.attached(pairs))
-            self._zeros.begin(number, scale, 1, weight)
-        if self._map is not None:
-            self._map.begin(number, scale, divisor, weight)
-            return loss * scale if scale != 1 else loss
-        if weight is not None:
-            loss = weighted_loss(loss, weight)
-        if divisor != 1:
-            loss = loss / divisor
+            if not self._map.is_attached and (weight == 0 or self._options.pipeline is not None):
+                maps.enter_context(self._map.attached(pairs))
+        self._map.begin(number, scale, divisor, weight)
+        if not self._is_mapped:
+            if weight is not None:
+                loss = weighted_loss(loss, weight)
+            if divisor != 1:
+                loss = loss / divisor
         return loss * scale if scale != 1 else loss
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 
@@ -26,9 +26,7 @@ from strategies.torch.options import TorchOptions
 from strategies.torch.pipelines import PipelineRun
 from strategies.torch.replicas.gradient_map import ReplicaRows
 from strategies.torch.replicas.guard import is_due
-from strategies.torch.replicas.module_parts import Slot
-from strategies.torch.replicas.passes import LossFunction, PassesOfReplica, ReplicaPasses
-from strategies.torch.replicas.state import Changes
+from strategies.torch.replicas.passes import LossFunction, ReplicaPasses, ReplicaResults
 from strategies.torch.replicas.sync_batch_norm import ReplicaMeetings, SyncContext, sync_layers_of
 from strategies.torch.replicas.turns import Gradients, ReplicaTurns, TurnsOfStep
 from strategies.torch.tensors import intra_op_threads, real_view
@@ -44,37 +42,16 @@ class StepInputs:
     """The inputs of one step that all local replicas share.
 
     Attributes:
-        step: The number of the step.
+        turns: The step in which they take turns.
         scale: The loss scale of the backward pass.
         notice: Whether the instance was given a notice, which travels in the tail behind the metrics.
         settings: The hash of the settings, see `StepSettings.settings_hash`.
-        number: One more than the number of steps that these replicas have made.
     """
 
-    step: int
+    turns: TurnsOfStep
     scale: float
     notice: bool
     settings: int
-    number: int
-
-
-@dataclass(frozen=True)
-class ReplicaResults:
-    """The results of a replica's turn besides gradients.
-
-    Attributes:
-        passes: The results of its passes.
-        seen: Whether each trained parameter has a gradient.
-        changes: Which slots it has changed.
-        slots: The slots afterwards.
-        losses: The loss of each micro-batch.
-    """
-
-    passes: PassesOfReplica
-    seen: Sequence[bool]
-    changes: Changes
-    slots: Sequence[Slot]
-    losses: Sequence[torch.Tensor]
 
 
 class LocalReplicas:
@@ -97,8 +74,7 @@ class LocalReplicas:
         agreed: The shapes of batches for which all instances were found to compute the same.
         exchange: The exchange of gradients; None before the first turn.
         results: The results of the local replicas in the last step.
-        state: The state that replicas change.
-        guard: The comparison of a turn with its repetition.
+        turns: The turns of the replicas with the module.
         pipeline: The pipeline of the module; None without one.
         rows: The rows of grouped parameters, by local replica.
     """
@@ -121,10 +97,9 @@ class LocalReplicas:
         self._instruments = replicas.instruments
         self._streams = options.streams_over(replicas) and not instances
         training.attributes.follow()
-        self._turns = ReplicaTurns[ReplicaResults](
+        self.turns = ReplicaTurns[ReplicaResults](
             self._module, training.watch, training.buffers, training.attributes, self._of_all
         )
-        self.state, self.guard = self._turns.state, self._turns.guard
         self.rows = [ReplicaRows(self._module, replica, self._of_all) for replica in self.replicas]
         meets, is_on_host = bool(sync_layers_of(self._module)), self._memory.is_on_host
         self._meetings: ReplicaMeetings | None = None
@@ -159,13 +134,6 @@ class LocalReplicas:
 
     # ---- a step
 
-    def _of_step(self, inputs: StepInputs) -> TurnsOfStep:
-        return TurnsOfStep(inputs.step, inputs.number, self.replicas, self._memory.device)
-
-    def repeats_in(self, inputs: StepInputs) -> bool:
-        """Return whether the first replica computes again in a step, to compare."""
-        return self._turns.repeats_in(self._of_step(inputs))
-
     def collect(
         self, batch: Batch, inputs: StepInputs, make_exchange: MakeExchange
     ) -> Iterator[tuple[Bucket, Buffers]]:
@@ -182,7 +150,7 @@ class LocalReplicas:
         parts = parts_of(batch, len(self.replicas), self._options.gradient_accumulation_count)
         self.results = []
         exchange = self.exchange
-        counts = is_due(inputs.number)  # whether gradients come in parts
+        counts = is_due(inputs.turns.number)  # whether gradients come in parts
         if self._streams and not counts and exchange is not None and exchange.plan.streams:
             yield from self._streamed(parts, inputs, exchange)
             return
@@ -206,18 +174,17 @@ class LocalReplicas:
         ]
         again = partial(self._turn, 0, parts[0], inputs, None, is_again=True)
         if self._meetings is not None:
-            self._meetings.begin(self.repeats_in(inputs))
+            self._meetings.begin(self.turns.repeats_in(inputs.turns))
             replay = self._meetings.repeated()
             turns = self._at_once(turns) if last else turns
 
         def take(place: int, results: ReplicaResults, gradients: Gradients) -> None:
-            passes, exchange = results.passes, self.exchange
-            if exchange is None:
+            if (exchange := self.exchange) is None:
                 assert make_exchange is not None
-                exchange = self.exchange = make_exchange(passes.names)
-            if passes.names != exchange.names:
+                exchange = self.exchange = make_exchange(results.names)
+            if results.names != exchange.names:
                 raise StrategyError(
-                    f"a replica has the metrics {', '.join(passes.names)}, but earlier the metrics were "
+                    f"a replica has the metrics {', '.join(results.names)}, but earlier the metrics were "
                     f"{', '.join(exchange.names)}; return the same names, in the same order, in every step"
                 )
             self.results.append(results)
@@ -225,11 +192,11 @@ class LocalReplicas:
                 streamed.rest(gradients)
             else:
                 exchange.take(gradients, place)
-            seen, changes, notice = results.seen, results.changes, inputs.notice
-            exchange.set_tail(TailValues(passes.values, inputs.settings, seen, changes, notice, passes.weight), place)
+            flags = results.seen, results.changes, inputs.notice
+            exchange.set_tail(TailValues(results.values, inputs.settings, *flags, results.weight), place)
 
         with intra_op_threads(self._options.intra_op_threads):
-            self._turns.run(self._of_step(inputs), turns, again, take, replay)
+            self.turns.run(inputs.turns, turns, again, take, replay)
 
     def _at_once(
         self, turns: Sequence[Callable[[], tuple[ReplicaResults, Gradients]]]
@@ -257,7 +224,7 @@ class LocalReplicas:
         rows: Mapping[int, torch.Tensor] = {}
         with ExitStack() as stack:
             stack.enter_context(sync_context.attended())
-            stack.enter_context(self._turns.of(replica, self._memory.device, lambda: self._left(place, pairs, rows)))
+            stack.enter_context(self.turns.of(replica, self._memory.device, lambda: self._left(place, pairs, rows)))
             rows = stack.enter_context(self.rows[place].put())
             pairs += [(one, rows.get(id(one), one)) for one in self._trained]
             self._drop_gradients()
@@ -267,18 +234,17 @@ class LocalReplicas:
             ends: Callable[[], object] | None = None
             if streamed is not None:
                 ends = stack.enter_context(streamed.of(pairs))
-            elif self._streams and not is_again and is_due(inputs.number):
+            elif self._streams and not is_again and is_due(inputs.turns.number):
                 stack.enter_context(self._counting(pairs))
-            passes = self._passes.run(sync_context, part, inputs.step, inputs.scale, pairs, pipeline, ends)
+            results = self._passes.run(sync_context, part, inputs.turns.step, inputs.scale, pairs, pipeline, ends)
             gradients = [real_view(mine.grad) for _, mine in pairs]
             seen = [one is not None for one in gradients]
             if streamed is not None:
                 seen = [here or left for here, left in zip(seen, streamed.seen, strict=True)]
             if is_noted:
                 self._instruments.replica_ends(replica, 0, 0 if self.exchange is None else self._last)
-            moving = self._training.buffers.moving
-            changes = self.state.changes(replica, moving, self._of_all, waits=not self._instances)
-            return ReplicaResults(passes, seen, changes, self.state.slots(replica, changes), passes.losses), gradients
+            changes, slots = self.turns.ended(replica, waits=not self._instances)
+            return replace(results, seen=seen, changes=changes, slots=slots), gradients
 
     @contextmanager
     def _counting(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
@@ -309,10 +275,10 @@ class LocalReplicas:
         """Take the module away from a replica that waits for others, and return the way back."""
         if len(self.replicas) == 1:
             return lambda: None
-        gradients, state = [mine.grad for _, mine in pairs], self.state.leave(self.replicas[place])
+        gradients, module_comes_back = [mine.grad for _, mine in pairs], self.turns.leave(self.replicas[place])
 
         def come_back() -> None:
-            self.state.come_back(self.replicas[place], state)
+            module_comes_back()
             self.rows[place].give(rows)
             for (_, mine), gradient in zip(pairs, gradients, strict=True):
                 mine.grad = gradient

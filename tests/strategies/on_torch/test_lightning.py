@@ -36,7 +36,7 @@ from collectives import CollectiveError
 from strategies import DisagreementError, StrategyError
 from strategies.torch.lightning import PopDistLightningStrategy
 from strategies.torch.lightning.loader import ShardingRule
-from strategies.torch.replicas.state import Attributes
+from strategies.torch.replicas.attributes import Attributes
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::RuntimeWarning"

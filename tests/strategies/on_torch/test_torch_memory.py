@@ -34,7 +34,7 @@ def held_by(trainer, batch):
         "variables": sum(each.nbytes for each in trainer.module.parameters()),
         "optimizer state": sum(each.nbytes for each in state),
         "model state": sum(each.nbytes for each in trainer.module.buffers()),
-        "buffers at the beginning": sum(one.value.nbytes for one in local.state._kept.values()),
+        "buffers at the beginning": sum(one.nbytes for one in local.turns._kept.values()),
         "gradients": sum(a.nbytes for n in buckets for of_buffer in local.exchange.buffers(n) for a in of_buffer),
         "means": sum(a.nbytes for a in results),
         "batch": sum(leaf.nbytes for leaf in jax.tree.leaves(batch)),

@@ -1,4 +1,4 @@
-"""The state of a module that a replica changes: buffers, frozen parameters and attributes."""
+"""The attributes of a module, of which each replica has its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import reprlib
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -16,7 +16,7 @@ from itertools import chain
 from numbers import Real
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, NoneType
-from typing import NoReturn, final
+from typing import NoReturn, TypeAlias, final
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ from torch.utils._pytree import tree_map_only
 from collectives import Communicator
 from strategies.errors import SpareError, StrategyError
 from strategies.torch.agreement import gather_bytes
-from strategies.torch.replicas.buffers import ModelBuffers
-from strategies.torch.replicas.guard import WriteMarks
-from strategies.torch.replicas.module_parts import Slot, difference, differs
 from strategies.torch.tensors import HOST
 from strategies.typing import Tree
 
@@ -41,6 +38,8 @@ _MOST_ELEMENTS = 1000
 """Containers that begin with more elements belong to the instance, not to a replica."""
 _SHARED = (NoneType, int, complex, str, bytes, tuple, Enum, type, FunctionType, BuiltinFunctionType, torch.dtype)
 """Kinds of objects that a program may have in several places, as long as they are not made in a function."""
+_Place: TypeAlias = tuple[int, str]
+"""The number of a submodule, and the name of an attribute."""
 _EXAMPLES: Tree = (np.zeros(0), np.float32(0))
 _OF_NUMPY: list[Callable[..., Tree]] = [
     *(np.ndarray, np.dtype, *(one.__reduce__()[0] for one in _EXAMPLES)),
@@ -110,11 +109,8 @@ class _Contents:
     elements: Tree
 
     def put(self) -> None:
-        if isinstance(self.holder, list):
-            self.holder[:] = self.elements
-        else:
-            self.holder.clear()
-            (self.holder.extend if isinstance(self.holder, deque) else self.holder.update)(self.elements)
+        self.holder.clear()
+        (self.holder.extend if isinstance(self.holder, list | deque) else self.holder.update)(self.elements)
 
     @property
     def are_there(self) -> bool:
@@ -166,9 +162,9 @@ class AttributeView:
     """
 
     attributes: Sequence[dict[str, Tree]]
-    contents: Mapping[tuple[int, str], _Contents]
-    assigned: Mapping[tuple[int, str], _Assigned]
-    of_steps: Counter[tuple[int, str]]
+    contents: Mapping[_Place, _Contents]
+    assigned: Mapping[_Place, _Assigned]
+    of_steps: Counter[_Place]
 
 
 @final
@@ -205,9 +201,9 @@ class Attributes:
         self._apart: tuple[type[torch.nn.Module], ...] = (*apart, torch.jit.ScriptModule)
         self._attributes: list[dict[str, Tree]] = []
         self._replicas: Sequence[int] = ()
-        self._small: set[tuple[int, str]] = set()  # containers that have begun with few elements
-        self.of_steps = Counter[tuple[int, str]]()
-        self._assigned: dict[tuple[int, str], _Assigned] = {}  # by the module's number and the attribute's name
+        self._small: set[_Place] = set()  # containers that have begun with few elements
+        self.of_steps = Counter[_Place]()
+        self._assigned: dict[_Place, _Assigned] = {}  # by the module's number and the attribute's name
         self._movable: set[int] = set()  # ids of their values, but those that another attribute has had, too
         self.follow()
 
@@ -232,52 +228,41 @@ class Attributes:
 
     def view(self) -> AttributeView:
         """Return the present attributes of the module, and those of all replicas."""
-        assigned = {key: replace(one, of=dict(one.of)) for key, one in self._assigned.items()}
         attributes = [dict(one) for one in self._attributes]
-        return AttributeView(attributes, dict(self._contents()), assigned, self.of_steps.copy())
+        return AttributeView(attributes, dict(self._contents()), _copies(self._assigned), self.of_steps.copy())
+
+    def _changes(self, before: AttributeView) -> dict[_Place, Tree]:
+        """Return the earlier value of each attribute that is another object now, or has other elements."""
+        found: dict[_Place, Tree] = {}
+        for number, (attributes, then) in enumerate(zip(self._attributes, before.attributes, strict=True)):
+            if not _are_same(attributes, then):
+                for name in (then.keys() | attributes.keys()) - self._others:
+                    if attributes.get(name, _MISSING) is not (first := then.get(name, _MISSING)):
+                        found[number, name] = before.contents.get((number, name), first)
+        return found | {place: contents for place, contents in before.contents.items() if not contents.are_there}
 
     def put(self, view: AttributeView, *, of_all: bool = True) -> None:
         """Give the module the attributes that it had, and if `of_all`, all replicas too."""
-        for attributes, before in zip(self._attributes, view.attributes, strict=True):
-            if not _are_same(attributes, before):
-                for name in attributes.keys() - before.keys() - self._others:
-                    del attributes[name]
-                attributes.update({name: one for name, one in before.items() if name not in self._others})
-        for contents in view.contents.values():
-            if not contents.are_there:
-                contents.put()
+        for (number, name), value in self._changes(view).items():
+            _put(self._attributes[number], name, value)
         if of_all:
-            self._take_assigned(view)
-
-    def _take_assigned(self, view: AttributeView) -> None:
-        self._assigned = {key: replace(one, of=dict(one.of)) for key, one in view.assigned.items()}
-        self.of_steps = view.of_steps.copy()
+            self._assigned, self.of_steps = _copies(view.assigned), view.of_steps.copy()
 
     def note(self, before: AttributeView) -> AttributeView:
         """Note what steps have assigned since a view, and return the present one."""
-        for attributes, then in zip(self._attributes, before.attributes, strict=True):
-            if not _are_same(attributes, then):
-                names = attributes.keys() | then.keys()
-                changed = [one for one in names if attributes.get(one, _MISSING) is not then.get(one, _MISSING)]
-                self.of_steps.update((id(attributes), name) for name in changed)
-        within = [key for key, contents in before.contents.items() if not contents.are_there]
-        self.of_steps.update((id(self._attributes[number]), name) for number, name in within)
-        return before if self.of_steps == before.of_steps and not self._assigned else self.view()
+        changed = self._changes(before)
+        self.of_steps.update((id(self._attributes[number]), name) for number, name in changed)
+        return self.view() if changed or self._assigned else before
 
     def undo(self, before: AttributeView, after: AttributeView) -> None:
         """Take back what replicas have assigned between two views, except where the program has assigned since."""
-        for number, (attributes, then, left) in enumerate(
-            zip(self._attributes, before.attributes, after.attributes, strict=True)
-        ):
-            for name in (then.keys() | left.keys()) - self._others:
-                if attributes.get(name, _MISSING) is left.get(name, _MISSING):
-                    _put(attributes, name, then.get(name, _MISSING))
-                    contents, own = before.contents.get((number, name)), after.contents.get((number, name))
-                    if contents is not None and own is not None and own.are_there:
-                        contents.put()
-        self._take_assigned(before)
+        of_program = self._changes(after)
+        for (number, name), value in self._changes(before).items():
+            if (number, name) not in of_program:
+                _put(self._attributes[number], name, value)
+        self._assigned, self.of_steps = _copies(before.assigned), before.of_steps.copy()
 
-    def of_all(self, communicator: Communicator) -> Counter[tuple[int, str]]:
+    def of_all(self, communicator: Communicator) -> Counter[_Place]:
         """Return `of_steps`, also with the attributes that steps have assigned on other instances only. Collective."""
         own = json.dumps(self._names_of_steps()).encode()
         for text in gather_bytes(communicator, own, "attributes that steps assign"):
@@ -285,14 +270,14 @@ class Attributes:
                 self.of_steps.setdefault((id(self._attributes[number]), name), 0)
         return self.of_steps
 
-    def _names_of_steps(self) -> list[tuple[int, str]]:
+    def _names_of_steps(self) -> list[_Place]:
         places = {id(one): number for number, one in enumerate(self._attributes)}
         return sorted((places[of], name) for of, name in self.of_steps if of in places)
 
     def _value(self, number: int, name: str) -> Tree:
         return self._attributes[number].get(name, _MISSING)
 
-    def _contents(self) -> Iterator[tuple[tuple[int, str], _Contents]]:
+    def _contents(self) -> Iterator[tuple[_Place, _Contents]]:
         for number, attributes in enumerate(self._attributes):
             for name, value in attributes.items():
                 if type(value) not in _CONTAINERS or name in self._others:
@@ -376,26 +361,17 @@ class Attributes:
         """Give attributes the values of a replica, and keep those that it assigns."""
         for (number, name), values in self._assigned.items():
             _put(self._attributes[number], name, values.of[replica])
-        before, contents = [dict(one) for one in self._attributes], dict(self._contents())
+        before = self.view()
         try:
             yield
         finally:
-            self._end(replica, before, contents)
+            self._end(replica, before)
 
-    def _end(
-        self, replica: int, before: Sequence[Mapping[str, Tree]], contents: Mapping[tuple[int, str], _Contents]
-    ) -> None:
-        begun: dict[tuple[int, str], Tree] = {key: one for key, one in contents.items() if not one.are_there}
-        for number, (attributes, earlier) in enumerate(zip(self._attributes, before, strict=True)):
-            if not _are_same(attributes, earlier):
-                for name in (earlier.keys() | attributes.keys()) - self._others:
-                    first = earlier.get(name, _MISSING)
-                    if attributes.get(name, _MISSING) is not first:
-                        begun[number, name] = contents.get((number, name), first)
-        for key in begun.keys() - self._assigned.keys():  # replicas that have not assigned it have the first value
-            self._assigned[key] = _Assigned(begun[key], dict.fromkeys(self._replicas, begun[key]))
+    def _end(self, replica: int, before: AttributeView) -> None:
+        for place, first in self._changes(before).items():  # replicas that have not assigned it have the first value
+            self._assigned.setdefault(place, _Assigned(first, dict.fromkeys(self._replicas, first)))
         for (number, name), values in self._assigned.items():
-            now, then = self._attributes[number].get(name, _MISSING), values.of.get(replica)
+            now, then = self._value(number, name), values.of.get(replica)
             if type(now) in _CONTAINERS:
                 is_same = isinstance(then, _Contents) and then.holder is now and then.are_there
                 now = then if is_same else _Contents(now, now.copy())
@@ -428,6 +404,10 @@ def attributes_of(module: torch.nn.Module) -> Attributes:
     found: Attributes = vars(module).get(_KEY) or Attributes(module)
     vars(module)[_KEY] = found
     return found
+
+
+def _copies(assigned: Mapping[_Place, _Assigned]) -> dict[_Place, _Assigned]:
+    return {place: replace(one, of=dict(one.of)) for place, one in assigned.items()}
 
 
 def _outside(name: str, of: Mapping[int, Tree], left: Tree, is_refused: bool = False) -> Tree:
@@ -526,201 +506,3 @@ def _is_shared(value: Tree) -> bool:
     if value is _MISSING or isinstance(value, _Contents):  # `clear` or `add` may change nothing
         return True
     return isinstance(value, _SHARED) and "<" not in getattr(value, "__qualname__", "")
-
-
-# ---- the state
-
-Changes = Sequence[float | torch.Tensor]
-"""For each slot, whether a replica has changed it: 0 or 1, and more if its shape has changed. A boolean on the device
-if the host does not know."""
-
-
-class _SavedSlot:
-    """A slot that replicas may change, and its value at the beginning of the step."""
-
-    def __init__(self, slot: Slot) -> None:
-        self.slot = slot
-        self.value = slot.tensor.detach().clone()
-
-    def begin(self) -> None:
-        """Take the present value as that of the beginning."""
-        tensor = self.slot.tensor.detach()
-        if self.value.shape == tensor.shape and self.value.dtype == tensor.dtype:
-            self.value.copy_(tensor)
-        else:
-            self.value = tensor.clone()
-
-
-@final
-class ReplicaState:
-    """The state that replicas change, which is restored before each replica.
-
-    Args:
-        buffers: The buffers and frozen parameters on which replicas agree after a step.
-        attributes: The attributes of the module.
-
-    Attributes:
-        buffers: The given buffers.
-        attributes: The given attributes.
-    """
-
-    def __init__(self, buffers: ModelBuffers, attributes: Attributes) -> None:
-        self.buffers, self.attributes = buffers, attributes
-        self._kept: dict[int, _SavedSlot] = {}  # by the number of the slot
-        self._slots: Sequence[Slot] = ()
-        self._own: Mapping[int, torch.Tensor] = {}
-        self._have_own = False
-        self._written: dict[int, set[str]] = {}  # by replica, the frozen parameters that it has written
-        self._marks: dict[int, WriteMarks] = {}  # since it began or came back
-        self._view: AttributeView | None = None  # at the beginning of the step
-        self._after: AttributeView | None = None  # after its turns
-        self._step: int | None = None
-        self._is_fresh = True
-
-    # ---- a step
-
-    @contextmanager
-    def of_step(self, step: int, replicas: range, is_repetition: bool = False) -> Iterator[None]:
-        """Keep the state for a step, and put buffers and frozen parameters back at its end.
-
-        If the last step had the same number, this one is its repetition, and attributes begin as they did then.
-
-        Args:
-            step: The number of the step.
-            replicas: The local replicas.
-            is_repetition: Whether to begin with the buffers and frozen parameters of the last beginning.
-        """
-        self.undo(step)
-        self._have_own = self.attributes.begin(replicas)  # before the view, with which the first replica begins again
-        self._step, self._view = step, self.attributes.view()
-        if is_repetition:
-            self._is_fresh = False
-            self._put_back()
-        else:
-            self._keep()
-        try:
-            yield
-        except BaseException:
-            self.attributes.put(self._view)
-            self._view = None
-            raise
-        else:
-            self.attributes.end()
-            self._after = self.attributes.note(self._view)
-        finally:
-            self._put_back()
-
-    def undo(self, step: int) -> None:
-        """Take back what the turns of a step have assigned, if it was begun but interrupted."""
-        if step == self._step and self._view is not None and self._after is not None:
-            self.attributes.undo(self._view, self._after)
-
-    def applied(self) -> None:
-        """Drop what `undo` needs, which refers to values of the last step."""
-        self._view = self._after = None
-
-    def _keep(self) -> None:
-        """Keep the buffers, and the frozen parameters that replicas may write: in a first step that is not known."""
-        buffers = self.buffers
-        buffers.follow_shown()
-        if buffers.slots is not self._slots:
-            self._slots, self._kept = buffers.slots, {}
-        self._own = buffers.own
-        written = buffers.written
-        with torch.no_grad():
-            for number, slot in enumerate(self._slots):
-                if slot.is_parameter and buffers.are_known and slot.name not in written:
-                    self._kept.pop(number, None)
-                elif number in self._kept:
-                    self._kept[number].begin()
-                else:
-                    self._kept[number] = _SavedSlot(slot)
-        self._is_fresh = True
-
-    def _put_back(self) -> None:
-        if not self._is_fresh:
-            with torch.no_grad():
-                for kept in self._kept.values():
-                    kept.slot.put(kept.value)
-            self._is_fresh = True
-
-    # ---- a replica
-
-    @contextmanager
-    def of(self, replica: int) -> Iterator[None]:
-        """Let the module be that of a replica in a step."""
-        self._put_back()
-        for number, own in self._own.items():
-            with torch.no_grad():
-                self._kept[number].slot.put(own[replica])
-        self._is_fresh = False
-        self._written[replica] = set()
-        self._mark(replica)
-        with self.attributes.of(replica) if self._have_own else nullcontext():
-            yield
-
-    def _mark(self, replica: int) -> None:
-        named = [(one.slot.name, one.slot.tensor) for one in self._kept.values() if one.slot.is_parameter]
-        self._marks[replica] = WriteMarks(named)
-
-    def changes(self, replica: int, moving: frozenset[int], replicas: int, waits: bool = True) -> Changes:
-        """Return which slots a replica has changed, when its passes have ended. Frozen parameters need only be written.
-
-        Args:
-            replica: The replica.
-            moving: The numbers of the slots that are known to change.
-            replicas: The number of all replicas.
-            waits: Whether to wait for a device.
-        """
-        found: list[float | torch.Tensor] = [0.0] * len(self._slots)
-        written = self._written[replica] | self._marks[replica].counted()
-        for number, kept in self._kept.items():
-            tensor, value = kept.slot.tensor, self._beginning(number, replica)
-            if tensor.shape != value.shape:
-                found[number] = 2.0 * replicas  # with this term, the mean over replicas is above 1
-            elif number in moving or kept.slot.name in written:
-                found[number] = 1.0
-            else:
-                found[number] = float(differs(tensor, value)) if waits else difference(tensor, value)
-        return found
-
-    def _beginning(self, number: int, replica: int) -> torch.Tensor:
-        return self._own[number][replica] if number in self._own else self._kept[number].value
-
-    def slots(self, replica: int, changes: Changes) -> list[Slot]:
-        """Return the slots of a replica: copies of those that it may have changed, others as at the beginning."""
-        found = list(self._slots)
-        for number in self._kept:
-            slot, one = found[number], changes[number]
-            is_same = isinstance(one, float) and not one
-            found[number] = slot.holding(self._beginning(number, replica)) if is_same else slot.copied()
-        return found
-
-    def shared(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> list[tuple[str, torch.nn.Parameter]]:
-        """Return those of the parameters that replicas must not write in this step."""
-        kept = {one.slot.name for one in self._kept.values()}
-        return [pair for pair in named if pair[0] not in kept]
-
-    @property
-    def view_before(self) -> AttributeView:
-        """The attributes at the beginning of the step."""
-        assert self._view is not None
-        return self._view
-
-    # ---- while another replica computes
-
-    def leave(self, replica: int) -> tuple[list[tuple[Slot, torch.Tensor]], AttributeView]:
-        """Take the state of a replica away, which waits for others. The module has the attributes of the beginning."""
-        self._written[replica] |= self._marks[replica].counted()
-        slots = [(kept.slot, kept.slot.tensor.detach().clone()) for kept in self._kept.values()]
-        view = self.attributes.view()
-        self.attributes.put(self.view_before, of_all=False)
-        return slots, view
-
-    def come_back(self, replica: int, left: tuple[list[tuple[Slot, torch.Tensor]], AttributeView]) -> None:
-        """Give the module the state that a replica has left."""
-        with torch.no_grad():
-            for slot, value in left[0]:
-                slot.put(value)
-        self._mark(replica)
-        self.attributes.put(left[1], of_all=False)
