@@ -46,7 +46,6 @@ from strategies.torch.exchange.gradients import GradientExchange
 from strategies.torch.exchange.paths import path_for
 from strategies.torch.exchange.plan import Parameter, Tail, TorchGradientPlan, check_gradients_on_all
 from strategies.torch.options import TorchOptions, are_weighted, check_weights_supported
-from strategies.torch.replicas.buffers import BuffersHere
 from strategies.torch.replicas.evaluation import TorchRows
 from strategies.torch.replicas.guard import check_repetition, is_due
 from strategies.torch.replicas.module_parts import HiddenValues
@@ -352,8 +351,9 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             )
         slots = [one.slots for one in results]
         if exchange.is_of_one:
-            here = BuffersHere(training.buffers, self._replicas, training.memory_of_replicas)
-            pending.values, pending.moving = here.agreed(slots, exchange.changed, reads=not self._steps_made)
+            read = None if self._steps_made else training.memory_of_replicas.read
+            changes = [one.changes for one in results]
+            pending.values, pending.moving = training.buffers.agreed_here(changes, slots, self._replicas, read)
         else:
             pending.values = training.buffers.agreed(tail.has_changed, slots, self._replicas)
             pending.moving = frozenset(pending.values)

@@ -36,7 +36,7 @@ from strategies.torch.options import (
     states_to,
     weighted_value,
 )
-from strategies.torch.replicas.attributes import Attributes
+from strategies.torch.replicas.attributes import Attributes, attributes_of
 from strategies.torch.replicas.generators import has_baton
 from strategies.torch.replicas.gradient_map import groups_of
 from strategies.torch.replicas.guard import check_repetition

@@ -19,7 +19,7 @@ from strategies.exchange.means import Allocate, Bucket, Means
 from strategies.exchange.window_path import lock_pages
 from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.exchange.contribution import Contribution
-from strategies.torch.exchange.plan import Fact, Tail, TailValues, TorchGradientPlan
+from strategies.torch.exchange.plan import Tail, TailValues, TorchGradientPlan
 from strategies.torch.options import are_weighted
 from strategies.torch.replicas.gradient_map import GroupRow
 from strategies.torch.tensors import (
@@ -210,11 +210,6 @@ class GradientExchange:
         parent = node_of_halves(left, right, path.spread.replicas)
         return parent if parent is not None and any(node.covers(parent) for node in path.nodes) else None
 
-    @property
-    def changed(self) -> list[Sequence[Fact]]:
-        """Return whether the step has changed each buffer of each replica (`TailValues.has_changed`), on a device."""
-        return [one.has_changed for one in self._tail_values]
-
     def buffers(self, bucket: int) -> Buffers:
         """Return the buffers of the local replicas for a bucket; on a device their sums, once."""
         if self._path is None:
@@ -337,8 +332,7 @@ class GradientExchange:
     def _known_tail(self) -> Tail:
         """Return the tail on the host, or that of the only instance on a device.
 
-        The metrics of the latter stay on the device until they are read. Its `has_changed` is empty; `changed` tells
-        which buffers have changed.
+        The metrics of the latter stay on the device until they are read. Its `has_changed` is empty.
         """
         tail = self._tail_in(self._results[-1])
         if self._path is None:

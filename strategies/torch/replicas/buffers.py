@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from strategies.torch.replicas.module_parts import Slot, slots_of
 from strategies.torch.replicas.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import (
     HOST,
-    ReplicaMemory,
     TorchArithmetic,
     as_array,
     as_tensor,
@@ -146,6 +145,48 @@ class ModelBuffers:
         found |= self._firsts(firsts, of_replicas[0], replicas.communicator) if firsts else {}
         return found | (self._of_each(each, of_replicas, replicas) if each else {})
 
+    def agreed_here(
+        self,
+        changed: Sequence[Sequence[Fact]],
+        of_replicas: Sequence[Sequence[Slot]],
+        replicas: Replicas,
+        read: Callable[[torch.Tensor], np.ndarray] | None = None,
+    ) -> tuple[dict[int, torch.Tensor], frozenset[int]]:
+        """Return new values with the bits of `agreed` if all replicas are on this instance, and leave them on a device.
+
+        Args:
+            changed: For each replica and slot, whether the step has changed it.
+            of_replicas: For each replica, its slots after the step.
+            replicas: The replicas.
+            read: Reads values from the device, to know every entry of `changed`, as in a first step; None not to wait.
+
+        Returns:
+            The values by the numbers of slots, and the numbers of the slots known to have changed.
+
+        Raises:
+            StrategyError: As `agreed` does.
+        """
+        columns, values, sure = [list(column) for column in zip(*changed, strict=True)], {}, set()
+        if read is not None and (unknown := [one for column in columns for one in _unknown(column)]):
+            known = iter(read(torch.stack(unknown)).tolist())
+            columns = [[next(known) if isinstance(one, torch.Tensor) else one for one in column] for column in columns]
+        for number, column in enumerate(columns):
+            unknown, reduction = _unknown(column), self.reductions[number]
+            if largest := max(one for one in (0, *column) if not isinstance(one, torch.Tensor)):
+                sure.add(number)
+                if largest > 1:
+                    self.check_same_shapes(number, of_replicas, replicas)
+                if reduction == PER_REPLICA:
+                    self.check_declared_by_name([number])
+            elif not unknown or (reduction == PER_REPLICA and number not in self.own):
+                continue
+            value = _value(reduction, [slots[number].tensor.detach() for slots in of_replicas], replicas.local_replicas)
+            if not largest:
+                old = self.own.get(number, self.slots[number].tensor).detach()
+                value = torch.where(torch.stack(unknown).any(), value, old)
+            values[number] = value
+        return values, frozenset(sure)
+
     def check_declared_by_name(self, numbers: Sequence[int]) -> None:
         """Raise if forward passes write a frozen parameter of each replica that was not declared by name."""
         if unnamed := [self.slots[number].name for number in numbers if number not in self.own]:
@@ -251,79 +292,16 @@ def _reduction(slot: Slot, aggregation: Aggregation, is_alike: bool) -> str:
     return reduction or (MEAN if is_float else FIRST)
 
 
-class BuffersHere:
-    """New values of a module's buffers on all replicas, with the bits of `ModelBuffers.agreed`.
-
-    Args:
-        buffers: The buffers of the module.
-        replicas: The replicas, all of which are on this instance.
-        memory: The memory of the replicas.
-    """
-
-    def __init__(self, buffers: ModelBuffers, replicas: Replicas, memory: ReplicaMemory) -> None:
-        self._buffers = buffers
-        self._replicas = replicas
-        self._memory = memory
-        self._nodes = [TreeNode(replica, replica + 1) for replica in replicas.local_replicas]
-
-    def agreed(
-        self, slots: Sequence[Sequence[Slot]], changed: Sequence[Sequence[Fact]], reads: bool
-    ) -> tuple[dict[int, torch.Tensor], frozenset[int]]:
-        """Return the new values by their numbers, and the numbers of the buffers known to have changed.
-
-        Args:
-            slots: For each replica, its buffers after the step.
-            changed: For each replica and buffer, whether the step has changed it.
-            reads: Whether to wait for the device until every entry of `changed` is known, as in a first step.
-        """
-        columns = [list(of_slot) for of_slot in zip(*changed, strict=True)]
-        if reads:
-            columns = self._read(columns)
-        sure = [number for number, column in enumerate(columns) if any(map(_is_sure, column))]
-        unsure = {number: column for number, column in enumerate(columns) if number not in sure and _unknown(column)}
-        for number in sure:
-            if any(_is_sure(one) and one > 1 for one in columns[number]):
-                self._buffers.check_same_shapes(number, slots, self._replicas)
-        reductions = self._buffers.reductions
-        self._buffers.check_declared_by_name([number for number in sure if reductions[number] == PER_REPLICA])
-        values = {
-            number: self._value(reductions[number], [of_replica[number].tensor.detach() for of_replica in slots])
-            for number in (*sure, *unsure)
-            if number in sure or reductions[number] != PER_REPLICA or number in self._buffers.own
-        }
-        for number in unsure.keys() & values.keys():
-            values[number] = self._kept(number, values[number], unsure[number])
-        return values, frozenset(sure)
-
-    def _read(self, columns: list[list[Fact]]) -> list[list[Fact]]:
-        """Replace values on the device by numbers on the host, with one read for all."""
-        unknown = [one for column in columns for one in _unknown(column)]
-        if not unknown:
-            return columns
-        known = iter(self._memory.read(torch.stack(unknown)).tolist())
-        return [[float(next(known)) if isinstance(one, torch.Tensor) else one for one in column] for column in columns]
-
-    def _value(self, reduction: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the value on which replicas agree, if any of them has changed the buffer."""
-        if reduction == PER_REPLICA:
-            return torch.stack(list(values))
-        if reduction == FIRST or len(values) == 1:
-            return values[0]
-        flat = [value.reshape(-1).clone() for value in values]
-        mean = TorchArithmetic().mean(self._nodes, flat, dtype_of(values[0]), len(values))
-        return mean.view(values[0].shape)
-
-    def _kept(self, number: int, value: torch.Tensor, column: Sequence[Fact]) -> torch.Tensor:
-        """Return the new value if any replica has changed its own, else the old value. The host does not wait."""
-        old = self._buffers.own.get(number, self._buffers.slots[number].tensor).detach()
-        has_changed = torch.stack(_unknown(column)).any()
-        return torch.where(has_changed, value, old)
-
-
 def _unknown(column: Sequence[Fact]) -> list[torch.Tensor]:
     """Return the values on the device, which the host does not know."""
     return [one for one in column if isinstance(one, torch.Tensor)]
 
 
-def _is_sure(one: Fact) -> bool:
-    return not isinstance(one, torch.Tensor) and bool(one)
+def _value(reduction: str, values: Sequence[torch.Tensor], replicas: range) -> torch.Tensor:
+    """Return the value on which replicas agree, if any of them has changed the buffer."""
+    if reduction == PER_REPLICA:
+        return torch.stack(list(values))
+    if reduction == FIRST or len(values) == 1:
+        return values[0]
+    flat, nodes = [value.reshape(-1).clone() for value in values], [TreeNode(one, one + 1) for one in replicas]
+    return TorchArithmetic().mean(nodes, flat, dtype_of(values[0]), len(values)).view(values[0].shape)

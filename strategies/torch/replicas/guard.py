@@ -22,41 +22,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from strategies.core.agreement import Digest, Members, broadcast_text
 from strategies.errors import StrategyError
 from strategies.jax.comparing.agreement import digest_of
-from strategies.torch.replicas.module_parts import Slot, differs, is_compiled
-from strategies.torch.tensors import ThreadValue, as_array, bits_of, nodes_behind
+from strategies.torch.replicas.module_parts import Slot, is_compiled
+from strategies.torch.tensors import ThreadValue, as_array, bits_of, have_same_bits, nodes_behind
 from strategies.typing import Tree
 
 _StrayGradient: TypeAlias = tuple[Callable[[], torch.Tensor | None], int, str]
 """A gradient that replicas have left, PyTorch's counter of writes to it, and its parameter in words."""
-
-
-class StrayGradients:
-    """The gradients that backward passes of replicas leave in parameters outside of the trainer's module.
-
-    Nothing adds those of other instances. An optimizer that steps with one of them is refused. A gradient that the
-    program has replaced or written since is its own.
-    """
-
-    def __init__(self) -> None:
-        self._before: list[tuple[torch.Tensor, str, torch.Tensor | None, int]] = []
-        self._left: MutableMapping[torch.Tensor, _StrayGradient] = WeakIdKeyDictionary()
-        self._is_watching = False
-
-    def begin(self, parameters: Iterable[tuple[torch.Tensor, str]], more: bool = False) -> None:
-        """Record the gradients before a step; each parameter comes with its name in words. `more` adds to others."""
-        found = [(one, name, one.grad, 0 if one.grad is None else one.grad._version) for one, name in parameters]
-        self._before = [*self._before, *found] if more else found
-
-    def end(self) -> None:
-        """Remember the gradients that the step has left, and watch all optimizers from the first one on."""
-        for parameter, name, gradient, version in self._before:
-            if (now := parameter.grad) is not None and (now._version != version or now is not gradient):
-                self._left[parameter] = weakref.ref(now), now._version, name
-        self._before = []
-        if self._left and not self._is_watching:
-            self._is_watching = True
-            hook = register_optimizer_step_pre_hook(partial(_check_no_stray_gradients, self._left))
-            weakref.finalize(self, hook.remove)
 
 
 def _check_no_stray_gradients(
@@ -126,9 +97,10 @@ class RepetitionGuard:
         self._kept: list[tuple[str, Digest | None]] = []
         self._turn = 0
         self._outside: dict[int, tuple[torch.nn.Module, Mapping[str, _Mark], set[int]]] = {}
-        self._left = StrayGradients()
         self._strangers: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()  # parameters outside of the module
-        self._searches = False
+        self._before: list[tuple[torch.Tensor, str, torch.Tensor | None, int]] = []  # with their gradients
+        self._left: MutableMapping[torch.Tensor, _StrayGradient] = WeakIdKeyDictionary()
+        self._watches_optimizers = self._searches = False
 
     # ---- networks outside of the module
 
@@ -140,7 +112,8 @@ class RepetitionGuard:
             is_repeated: Whether the step is one whose first turn is repeated; in other steps nothing is searched.
         """
         self.found, self._turn, self._searches, self._outside = "", 0, is_repeated, {}
-        self._left.begin(self._strangers.items())
+        self._before = []
+        self._record(self._strangers)
         with ExitStack() as hooks:
             if is_repeated and not is_compiled(self._module):  # such a hook would make torch.compile start anew
                 self._own = set(map(id, self._module.modules()))
@@ -154,7 +127,7 @@ class RepetitionGuard:
                     "network for all replicas of an instance; make it a part of the module, call its eval(), or update "
                     "it between steps (docs: torch_modules, Networks outside of the module)"
                 )
-        self._left.end()
+        self._remember_left()
 
     @contextmanager
     def of_turn(self) -> Iterator[None]:
@@ -185,9 +158,29 @@ class RepetitionGuard:
             self._watch({one: f"parameter of the shape {list(one.shape)}" for one in leaves})
 
     def _watch(self, named: Mapping[torch.Tensor, str]) -> None:
-        new = [(one, name) for one, name in named.items() if one.requires_grad and one not in self._strangers]
+        new = {one: name for one, name in named.items() if one.requires_grad and one not in self._strangers}
         self._strangers.update(new)
-        self._left.begin(new, more=True)
+        self._record(new)
+
+    def _record(self, parameters: Mapping[torch.Tensor, str]) -> None:
+        """Record the gradients of parameters outside of the module, before replicas add to them."""
+        pairs = [(one, name, one.grad) for one, name in parameters.items()]
+        self._before += [(*pair, 0 if pair[-1] is None else pair[-1]._version) for pair in pairs]
+
+    def _remember_left(self) -> None:
+        """Remember the gradients that backward passes of replicas have left outside of the module.
+
+        Nothing adds those of other instances. From the first one on, an optimizer that steps with one of them is
+        refused. A gradient that the program has replaced or written since is its own.
+        """
+        for parameter, name, gradient, version in self._before:
+            if (now := parameter.grad) is not None and (now._version != version or now is not gradient):
+                self._left[parameter] = weakref.ref(now), now._version, name
+        self._before = []
+        if self._left and not self._watches_optimizers:
+            self._watches_optimizers = True
+            hook = register_optimizer_step_pre_hook(partial(_check_no_stray_gradients, self._left))
+            weakref.finalize(self, hook.remove)
 
     # ---- the repetition
 
@@ -288,10 +281,11 @@ def _written(network: torch.nn.Module, before: Mapping[str, _Mark]) -> str:
     """Return the name of a tensor that was written since, or "" if none was."""
     for name, now in _marks(network).items():
         then = before.get(name)
-        if isinstance(then, torch.Tensor) and isinstance(now, torch.Tensor):
-            if then.shape != now.shape or then.dtype != now.dtype or differs(now, then):
-                return name
-        elif isinstance(then, torch.Tensor) or isinstance(now, torch.Tensor) or then != now:
+        if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor):
+            is_same = have_same_bits(now, then)
+        else:
+            is_same = type(now) is type(then) and now == then
+        if not is_same:
             return name
     return ""
 

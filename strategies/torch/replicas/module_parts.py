@@ -80,63 +80,26 @@ def _places(module: torch.nn.Module, attribute: str) -> Iterator[tuple[str, dict
         for key, tensor in holder.items():
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield _joined(prefix, key), holder, key
+                yield f"{prefix}.{key}".lstrip("."), holder, key
 
 
-def differs(tensor: torch.Tensor, master: torch.Tensor) -> bool:
-    """Return whether a tensor differs in any bit from the value at the beginning of the step, `master`.
+def difference(tensor: torch.Tensor, before: torch.Tensor, waits: bool) -> float | torch.Tensor:
+    """Return whether a tensor differs in any bit from an earlier one of its shape: 0 or 1, or a boolean on the device.
 
-    Raises:
-        StrategyError: If the dtypes differ.
-    """
-    _check_buffer_dtype(tensor, master)
-    return not have_same_bits(tensor, master)
-
-
-def difference(tensor: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """Return the result of `differs` as a boolean of no axes on the device, without waiting for it.
-
-    Both tensors must have the same shape.
+    Args:
+        tensor: The tensor.
+        before: The earlier one.
+        waits: Whether to wait for the device, and to return a number.
 
     Raises:
         StrategyError: If the dtypes differ.
     """
-    _check_buffer_dtype(tensor, master)
-    return have_other_bits(tensor.detach(), master.detach())
-
-
-def _check_buffer_dtype(tensor: torch.Tensor, master: torch.Tensor) -> None:
-    if tensor.dtype != master.dtype:
+    if tensor.dtype != before.dtype:
         raise StrategyError(
-            f"a buffer has become {tensor.dtype}{list(tensor.shape)}, but was {master.dtype}{list(master.shape)}; "
+            f"a buffer has become {tensor.dtype}{list(tensor.shape)}, but was {before.dtype}{list(before.shape)}; "
             "keep the dtype of a buffer, or cast it in the module before the training"
         )
-
-
-class ModuleParts:
-    """The submodules, parameters and buffers of a module at one time, for a cheap check whether they were replaced."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        modules = list(module.modules())
-        holders = [one for inner in modules for one in (inner._parameters, inner._modules)]
-        buffers = [inner._buffers for inner in modules]
-        self._empty = [one for one in (*holders, *buffers) if not len(one)]  # most are; these are soon looked at
-        self._kept = [(one, _ids_of(one), list(one.values())) for one in holders if len(one)]
-        self._buffers = [(one, _are_empty(one)) for one in buffers if len(one)]
-
-    @property
-    def are_there(self) -> bool:
-        """Whether the module has the same parts now. Full buffers may be others."""
-        are_same = not any(self._empty) and all(_ids_of(holder) == ids for holder, ids, _ in self._kept)
-        return are_same and all(_are_empty(buffers) == before for buffers, before in self._buffers)
-
-
-def _ids_of(holder: Mapping[str, object]) -> tuple[list[str], list[int]]:
-    return list(holder.keys()), list(map(id, holder.values()))
-
-
-def _are_empty(buffers: Mapping[str, torch.Tensor | None]) -> dict[str, bool]:
-    return {key: buffer is None for key, buffer in buffers.items()}
+    return float(not have_same_bits(tensor, before)) if waits else have_other_bits(tensor.detach(), before.detach())
 
 
 class ModuleWatch:
@@ -153,15 +116,21 @@ class ModuleWatch:
 
     def look(self) -> None:
         """Remember the parts that the module has now."""
-        self._parts = ModuleParts(self._module)
+        modules = list(self._module.modules())
+        holders = [one for inner in modules for one in (inner._parameters, inner._modules)]
+        buffers = [inner._buffers for inner in modules]
+        self._empty = [one for one in (*holders, *buffers) if not len(one)]  # most are; these are soon looked at
+        self._holders = [(one, _ids_of(one), list(one.values())) for one in holders if len(one)]
+        self._buffers = [(one, _are_empty(one)) for one in buffers if len(one)]
         self.named = list(self._module.named_parameters())
         self.parameters = [one for _, one in self.named]
         self._kinds = self._kinds_now()
 
     @property
     def has_other_parts(self) -> bool:
-        """Whether the module has other parameters, buffers or submodules than at the last call of `look`."""
-        return not self._parts.are_there
+        """Whether parameters, submodules or buffers are others than at the last call of `look`; full buffers may be."""
+        are_same = not any(self._empty) and all(_ids_of(holder) == ids for holder, ids, _ in self._holders)
+        return not are_same or any(_are_empty(buffers) != before for buffers, before in self._buffers)
 
     @property
     def is_swapped(self) -> bool:
@@ -182,8 +151,12 @@ class ModuleWatch:
         return [(one.shape, one.dtype) for one in self.parameters]
 
 
-def _joined(prefix: str, key: str) -> str:
-    return f"{prefix}.{key}" if prefix else key
+def _ids_of(holder: Mapping[str, object]) -> tuple[list[str], list[int]]:
+    return list(holder.keys()), list(map(id, holder.values()))
+
+
+def _are_empty(buffers: Mapping[str, torch.Tensor | None]) -> dict[str, bool]:
+    return {key: buffer is None for key, buffer in buffers.items()}
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -15,7 +15,7 @@ from strategies.torch.replicas.attributes import Attributes, AttributeView
 from strategies.torch.replicas.buffers import ModelBuffers
 from strategies.torch.replicas.generators import Baton, ComeBack, Leave, kept_generators
 from strategies.torch.replicas.guard import Compared, RepetitionGuard, WriteMarks, is_due, repeats_bits
-from strategies.torch.replicas.module_parts import ModuleWatch, Slot, difference, differs
+from strategies.torch.replicas.module_parts import ModuleWatch, Slot, difference
 
 Results = TypeVar("Results", bound=Compared)
 
@@ -248,7 +248,7 @@ class ReplicaTurns(Generic[Results]):
             if slot.tensor.shape != before.shape:
                 change = 2.0 * self._count  # with this term, the mean over replicas is above 1
             elif number not in moving and slot.name not in written:
-                change = float(differs(slot.tensor, before)) if waits else difference(slot.tensor, before)
+                change = difference(slot.tensor, before, waits)
             is_same = isinstance(change, float) and not change
             changes[number] = change
             slots[number] = slot.holding(before if is_same else slot.copied())
