@@ -37,7 +37,6 @@ from strategies.torch.replicas.sync_batch_norm import SyncContext
 from strategies.torch.tensors import ReplicaMemory, as_array, intra_op_threads, keep_freed_memory, kept_apart
 from strategies.torch.training import TorchTraining
 from strategies.typing import Batch, Metric, Number, Numbers, Tree
-from strategies.values import Outcome
 
 OwnBuffers = Sequence[Mapping[int, torch.Tensor]]
 """For each local replica, the values of buffers that differ from those of the module, by the number of the slot."""
@@ -95,40 +94,31 @@ class InferenceTurns:
             self.close()
             self._rounds = len(rounds)
             self._run = PipelineRun(self._pipeline, len(rounds), 1, self._module, False, self._instruments)
-        slots = slots_of(self._module)
+        slots, attributes, device = slots_of(self._module), self._attributes, self._memory.device
         changed = {number for of_replica in own or () for number in of_replica}
-        kept = [
-            (slot, slot.tensor.detach().clone())
-            for number, slot in enumerate(slots)
-            if not slot.is_parameter or number in changed
-        ]
+        kept = {n: slot.copied() for n, slot in enumerate(slots) if not slot.is_parameter or n in changed}
         self._calls += 1
-        named = list(self._module.named_parameters()) if self._of_all > 1 else []
-        marks = WriteMarks(named, is_due(self._calls))
+        marks = WriteMarks(list(self._module.named_parameters()) if self._of_all > 1 else [], is_due(self._calls))
         found: list[list[Tree]] = []
         self.written = []
-        attributes = self._attributes
         attributes.follow()
         have_own = attributes.begin(self._replicas)
-        with kept_generators(self._memory.device), intra_op_threads(1), _evaluating(self._module):
+        with kept_generators(device), intra_op_threads(1), _evaluating(self._module):
             view = attributes.view()
             for place, column in enumerate(zip(*rounds, strict=True)):
-                with Baton(self._memory.device), ExitStack() as stack:
+                with Baton(device), ExitStack() as ends:
+                    ends.callback(attributes.put, view)
                     if have_own:
-                        stack.enter_context(attributes.of(self._replicas[place]))
+                        ends.enter_context(attributes.of(self._replicas[place]))
                         self._module.eval()
-                    try:
-                        for slot, value in (own[place] if own else {}).items():
-                            slots[slot].put(value)
-                        before = [(slot.tensor, slot.tensor._version) for slot in slots]
-                        with self._rows[place].put():
-                            found.append(self._outputs(place, column, number))
-                        self.written.append(dict(_written(slots, before)))
-                    finally:
-                        for one, value in kept:
-                            one.put(value)
-                        stack.close()
-                        attributes.put(view)
+                    for slot_number, value in kept.items():
+                        ends.callback(slots[slot_number].put, value)
+                    for slot_number, value in (own[place] if own else {}).items():
+                        slots[slot_number].put(value)
+                    before = [(slot.tensor, slot.tensor._version) for slot in slots]
+                    with self._rows[place].put():
+                        found.append(self._outputs(place, column, number))
+                    self.written.append(_written(slots, before))
         marks.check()
         if self._run is not None:
             self.spans = self._run.spans
@@ -175,10 +165,14 @@ def _evaluating(module: torch.nn.Module) -> Iterator[None]:
             one.training = mode
 
 
-def _written(slots: Sequence[Slot], before: Sequence[tuple[torch.Tensor, int]]) -> Iterator[tuple[int, torch.Tensor]]:
-    for number, (slot, (tensor, version)) in enumerate(zip(slots, before, strict=True)):
-        if not slot.is_parameter and (slot.tensor is not tensor or tensor._version != version):
-            yield number, slot.tensor.detach().clone()
+def _written(slots: Sequence[Slot], before: Sequence[tuple[torch.Tensor, int]]) -> dict[int, torch.Tensor]:
+    """Return copies of the buffers that were written, by number."""
+    pairs = enumerate(zip(slots, before, strict=True))
+    return {
+        number: slot.copied()
+        for number, (slot, (tensor, version)) in pairs
+        if not slot.is_parameter and (slot.tensor is not tensor or tensor._version != version)
+    }
 
 
 # ---- tasks
@@ -279,10 +273,8 @@ class OutputsOfRows(EvaluationTask):
         Raises:
             ValueError: If there are no outputs, or the first axis of an output is not the rows.
         """
-        outputs = self.function(module, batch)
-        if self.is_loss:
-            parts = (None, None, outputs.outputs) if isinstance(outputs, Outcome) else outputs
-            outputs = parts[2] if isinstance(parts, tuple) and len(parts) == 3 else None
+        computed = partial(self.function, module, batch)
+        outputs = outcome_of(computed).outputs if self.is_loss else computed()
         if not (leaves := trees.leaves(outputs)):
             which = "the loss function" if self.is_loss else "fn"
             raise ValueError(
@@ -322,8 +314,7 @@ class TorchRows:
         self._seed = seed
         self._is_recorded = is_recorded
         self._agreed: set[object] = set()
-        self._task: EvaluationTask | None = None
-        self._of: range | None = None
+        self._key: tuple[EvaluationTask, range] | None = None
         self._turns: InferenceTurns | None = None  # for this task and these replicas
 
     def begin_task(self, task: EvaluationTask, state: TorchTraining, batch: Masked) -> PendingBatch:
@@ -349,10 +340,10 @@ class TorchRows:
     def _results(self, task: EvaluationTask, state: TorchTraining, batch: Masked) -> Results:
         """Return the results of the local replicas. The module gets only the rows that count."""
         local, turns = self._replicas.local_replicas, self._turns
-        if turns is None or self._task is not task or self._of != local:  # if an instance is lost, `local` can change
+        if turns is None or self._key != (task, local):  # if an instance is lost, `local` can change
             state.buffers.follow()
             turns = InferenceTurns(self._replicas, state.module, state.memory_of_replicas, task, self._seed)
-            self._task, self._of, self._turns = task, local, turns
+            self._key, self._turns = (task, local), turns
         state.buffers.follow_shown()
         masks = [np.asarray(mask) for mask in np.split(np.asarray(batch.mask), len(local))]
         rows = _without_padding(batch.values, masks)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias, final
 
@@ -151,12 +152,12 @@ class Baton(AbstractContextManager[None]):
     def __exit__(self, *error: object) -> None:
         _mine.now = self._before
         _process.computing = None
-        _process.lock.release()
+        drawing.release()
 
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Let other replicas compute in the code inside, which waits for them."""
-        _process.lock.release()
+        drawing.release()
         try:
             yield
         finally:
@@ -168,7 +169,7 @@ class Baton(AbstractContextManager[None]):
                 self._states = None
 
     def _take(self) -> None:
-        _process.lock.acquire()
+        drawing.acquire()
         if (other := _process.computing) not in (None, self):
             assert other is not None
             with torch._C.DisableTorchFunction():  # a mode of this thread must not see what the other replica does
@@ -176,21 +177,19 @@ class Baton(AbstractContextManager[None]):
         _process.computing = self
 
 
+@dataclass
 class _ReplicasOfProcess:
-    """The replicas of this process.
+    """The replicas of this process. The one that computes holds `drawing`.
 
     Attributes:
-        lock: Held by the replica that computes.
         computing: The replica that has computed last, and has not ended.
         steps: The number of steps that have begun and not ended.
         of_program: The states of the program's generators meanwhile.
     """
 
-    def __init__(self) -> None:
-        self.lock = drawing
-        self.computing: Baton | None = None
-        self.steps = 0
-        self.of_program: AllStates | None = None
+    computing: Baton | None = None
+    steps: int = 0
+    of_program: AllStates | None = None
 
 
 of_program.has_others = True
@@ -214,7 +213,7 @@ def kept_generators(device: torch.device) -> Iterator[None]:
 
     If a thread of the process is inside already, as another instance may be, the last one to leave gives them back.
     """
-    with _process.lock:
+    with drawing:
         if not _process.steps:
             _process.of_program = lift_all(device)
             of_program.kept = _process.of_program.here
@@ -222,7 +221,7 @@ def kept_generators(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        with _process.lock:
+        with drawing:
             _process.steps -= 1
             if not _process.steps and _process.of_program is not None and of_program.kept is not None:
                 lay_all(_process.of_program._replace(here=of_program.kept))

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from strategies.jax.replicas.replicas import Replicas
 from strategies.pipelines.running.driver import AbandonedError
 from strategies.torch.replicas.generators import lent_baton
 from strategies.torch.tensors import ThreadValue
-from strategies.typing import Function
+from strategies.typing import Function, Tree
 
 
 class ReplicaMeetings:
@@ -45,20 +46,16 @@ class ReplicaMeetings:
         self._replicas, self._communicator = replicas, communicator
         self._is_busy, self._is_on_host = is_busy, is_on_host
         self._lock = threading.Lock()
+        self._repeated: Iterator[np.ndarray] | None = None
+        self.begin()
+
+    def begin(self, is_repeated: bool = False) -> None:
+        """Begin a step of all local replicas, whose first one will compute again if `is_repeated`."""
         self._waiting: dict[int, tuple[str, np.ndarray]] = {}  # the meeting and the array of each replica that is there
         self._total: Future[np.ndarray] = Future()  # the sum for which they wait
         self._gone: set[int] = set()  # the replicas whose passes have ended
         self._failure: BaseException | None = None
-        self._of_first: list[np.ndarray] | None = None  # the sums that the first local replica has got
-        self._repeated: Iterator[np.ndarray] | None = None
-
-    def begin(self, is_repeated: bool = False) -> None:
-        """Begin a step of all local replicas, whose first one will compute again if `is_repeated`."""
-        with self._lock:
-            self._waiting, self._total = {}, Future()
-            self._gone.clear()
-            self._failure = None
-            self._of_first = [] if is_repeated else None
+        self._of_first: list[np.ndarray] | None = [] if is_repeated else None  # the sums of the first local replica
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
@@ -171,8 +168,7 @@ class ReplicaMeetings:
 _FORWARD = "forward"
 _plainly = torch.nn.modules.batchnorm._BatchNorm.forward
 
-_sync_context = ThreadValue["SyncContext | None"](None)
-_micro_batch = ThreadValue[int | None](None)
+_entered = ThreadValue["tuple[SyncContext, int | None] | None"](None)  # and the number of the micro-batch
 _kept: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[SyncContext]] = weakref.WeakKeyDictionary()
 _as_pytorch_has_it = torch.nn.SyncBatchNorm.forward
 
@@ -208,11 +204,9 @@ class SyncContext:
         for layer in sync_layers_of(module).values() if meetings is not None else ():
             _kept[layer] = weakref.ref(self)
 
-    @contextmanager
-    def entered(self, micro_batch: int | None = None) -> Iterator[None]:
-        """Let the calling thread compute for the replica, and in a step for one of its micro-batches."""
-        with _sync_context.using(self), _micro_batch.using(micro_batch):
-            yield
+    def entered(self, micro_batch: int | None = None) -> AbstractContextManager[None]:
+        """Return a context in which this thread computes for the replica, in a step for one of its micro-batches."""
+        return _entered.using((self, micro_batch))
 
     def attended(self) -> AbstractContextManager[None]:
         """Return a context in which the calling thread runs the passes of a step for the replica."""
@@ -282,13 +276,12 @@ def _install() -> None:
 
 
 def _forward(layer: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:  # `input` is PyTorch's name
-    kept = _kept.get(layer)
-    sync_context = _sync_context.now or (None if kept is None else kept())
+    kept = _kept.get(layer, lambda: None)()
+    sync_context, micro_batch = _entered.now or (kept, None)
     if sync_context is None:
         return _as_pytorch_has_it(layer, input)
     if sync_context.is_alone or not layer.training:
         return _plainly(layer, input)
-    micro_batch = _micro_batch.now
     return normalised(layer, input, lambda what, row: sync_context.sum(layer, what, micro_batch, row))
 
 
@@ -310,17 +303,24 @@ def normalised(layer: torch.nn.SyncBatchNorm, x: torch.Tensor, add: AddRows) -> 
     layer._check_input_dim(x)
     layer._check_non_zero_input_channels(x)
     with torch.no_grad():
-        mean, variance, count = _statistics(x.detach(), add)
+        of_all = _statistics(x.detach(), add)
         if layer.track_running_stats:
-            _track(layer, mean, variance * (count / (count - 1)))
+            _track(layer, of_all.mean, of_all.variance * (of_all.count / (of_all.count - 1)))
     normalise: Function = _Normalise.apply
-    add_back = partial(add, "backward")
-    result: torch.Tensor = normalise(x, layer.weight, layer.bias, mean, variance, count, layer.eps, add_back)
+    result: torch.Tensor = normalise(x, layer.weight, layer.bias, of_all, layer.eps, partial(add, "backward"))
     return result
 
 
-def _statistics(x: torch.Tensor, add: AddRows) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Return mean and variance, float64 [C], of all replicas' values in each channel, and the number of values."""
+@dataclass(frozen=True)
+class _Statistics:
+    """Mean and variance, float64 [C], of all replicas' values in each channel, and the number of values."""
+
+    mean: torch.Tensor
+    variance: torch.Tensor
+    count: float
+
+
+def _statistics(x: torch.Tensor, add: AddRows) -> _Statistics:
     channels = x.shape[1]
     own = x.numel() // channels
     mean = variance = torch.zeros(channels, dtype=torch.float64, device=x.device)
@@ -338,9 +338,9 @@ def _statistics(x: torch.Tensor, add: AddRows) -> tuple[torch.Tensor, torch.Tens
         )
     of_all, squares = total[:channels] / count, total[channels:-1] / count
     if x.dtype != torch.float64:
-        return of_all, (squares - of_all.square()).clamp(min=0), count
+        return _Statistics(of_all, (squares - of_all.square()).clamp(min=0), count)
     deviations = (variance + (mean - of_all).square()) * own  # sums of squares would lose float64's digits
-    return of_all, add("forward, variances", deviations) / count, count
+    return _Statistics(of_all, add("forward, variances", deviations) / count, count)
 
 
 def _track(layer: torch.nn.SyncBatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> None:
@@ -357,22 +357,24 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        mean: torch.Tensor,
-        variance: torch.Tensor,
-        count: float,
-        eps: float,
-        add: Callable[[torch.Tensor], torch.Tensor],
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, *others: Tree
     ) -> torch.Tensor:
+        """Normalise.
+
+        Args:
+            ctx: PyTorch's context.
+            x: The values.
+            weight: The weight of the layer.
+            bias: Its bias.
+            others: `_Statistics`, the layer's `eps`, and (row) -> the sum of the rows of all replicas.
+        """
+        of_all, ctx.eps, ctx.add = others
         wide = torch.promote_types(x.dtype, torch.float32)
-        ctx.save_for_backward(x, weight, mean, variance)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.count, ctx.eps, ctx.add = count, eps, add
-        scale, offset = (None if one is None else one.to(wide) for one in (weight, bias))
-        return F.batch_norm(x, mean.to(wide), variance.to(wide), scale, offset, False, 0.0, eps)
+        ctx.save_for_backward(x, weight, of_all.mean, of_all.variance)
+        ctx.count, ctx.bias_dtype = of_all.count, None if bias is None else bias.dtype
+        given = of_all.mean, of_all.variance, weight, bias
+        mean, variance, scale, offset = (None if one is None else one.to(wide) for one in given)
+        return F.batch_norm(x, mean, variance, scale, offset, False, 0.0, ctx.eps)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -397,4 +399,4 @@ class _Normalise(torch.autograd.Function):
             gradient = torch.sub(dy, gradient, out=gradient).mul_(scale.view(shape)).to(x.dtype)
         to_weight = by_weight.to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
         to_bias = by_bias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-        return gradient, to_weight, to_bias, None, None, None, None, None
+        return gradient, to_weight, to_bias, None, None, None
