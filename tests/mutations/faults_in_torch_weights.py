@@ -54,7 +54,7 @@ IN_TORCH_WEIGHTS = (
     Fault(
         name="SyncBatchNorm gets zeros in place of gradients of other replicas' losses",
         path="strategies/torch/replicas/passes.py",
-        old="        if weight is not None and self._meets:\n",
+        old="        if weight is not None and self._layers.meets:\n",
         new="        if False:\n",
         caught_by=f"{_OF_TRAINER}test_synchronised_batch_norm_has_the_gradients_of_all_tokens",
     ),

@@ -59,7 +59,7 @@ from strategies.torch.replicas.generators import has_baton
 from strategies.torch.replicas.gradient_map import GradientMap, GroupRow
 from strategies.torch.replicas.guard import is_due
 from strategies.torch.replicas.module_parts import ModuleWatch, Slot
-from strategies.torch.replicas.sync_batch_norm import sync_context_of_loop, sync_layers_of
+from strategies.torch.replicas.sync_batch_norm import SyncLayers, sync_layers_of
 from strategies.torch.tensors import ReplicaMemory, divide, host_array, real_views, tensors_in
 from strategies.torch.training import check_module, receive_tensors
 from strategies.torch.updates import layers_of_loop, parameters_of
@@ -100,7 +100,7 @@ class GradientAveraging:
         is_behind: Whether the module has changed, so that a new plan is needed.
         leaves_early: Whether gradients are exchanged while backward passes run.
         is_alone: Whether there is one replica, whose gradients are the means.
-        sync_context: The replica for which layers that wait for other replicas compute.
+        layers: The layers that wait for other replicas.
     """
 
     def __init__(self, module: torch.nn.Module, replicas: Replicas, options: TorchOptions) -> None:
@@ -132,7 +132,7 @@ class GradientAveraging:
     def _meet_the_others(self) -> None:
         self._communicator = self.replicas.communicator
         streams = self._options.streams_over(self.replicas)
-        self.sync_context = sync_context_of_loop(self.module, self.replicas, streams)
+        self.layers = SyncLayers(self.module, self.replicas, True, streams)
         self.passes = passes_over(self._communicator)
         self.passes.members.add(self.loop.weights)
 
@@ -400,7 +400,7 @@ class GradientAveraging:
         zeros.begin(0, 1, 1, weight)
         self.passes.weight = LossWeight(weight)
         try:
-            with zeros.attached([(one, one) for one in parameters if one.requires_grad]):
+            with zeros.attached([one for one in parameters if one.requires_grad]):
                 weighted_loss(loss, weight).backward(retain_graph=keeps_graph)
         finally:
             self.passes.weight = None

@@ -250,16 +250,16 @@ class DistributedModel(torch.nn.Module):
         check_not_compiled()
         averaging = self._averaging
         is_followed = averaging.follow()
-        sync_context = averaging.sync_context.entered()
+        synchronised = averaging.layers.entered(averaging.layers.replicas.start)
         draws = averaging.loop.forward_pass(self.training, averaging.device)
         if not is_followed:
-            with sync_context, draws:
+            with synchronised, draws:
                 return self.module(*arguments, **named)
         is_again = torch._C._current_graph_task_id() >= 0  # a checkpoint recomputes this pass
         collects = self.training and torch.is_grad_enabled() and not is_again and not is_asked_for()
         stating = states_to(averaging.loop.weights.stated) if collects else nullcontext()
         watching = nullcontext() if has_baton() else averaging.changes.watching()
-        with sync_context, draws, optimized_execution(False), watching, stating:
+        with synchronised, draws, optimized_execution(False), watching, stating:
             outputs = self.module(*arguments, **named)
         averaging.watch_outputs(outputs)
         return outputs

@@ -33,7 +33,7 @@ from strategies.torch.replicas.gradient_map import ReplicaRows
 from strategies.torch.replicas.guard import WriteMarks, is_due
 from strategies.torch.replicas.module_parts import Slot, slots_of
 from strategies.torch.replicas.passes import LossFunction
-from strategies.torch.replicas.sync_batch_norm import SyncContext
+from strategies.torch.replicas.sync_batch_norm import SyncLayers
 from strategies.torch.tensors import ReplicaMemory, as_array, intra_op_threads, keep_freed_memory, kept_apart
 from strategies.torch.training import TorchTraining
 from strategies.typing import Batch, Metric, Number, Numbers, Tree
@@ -72,7 +72,7 @@ class InferenceTurns:
         self._instruments = replicas.instruments
         self._module, self._memory, self._call, self._seed = module, memory, call, seed
         self._rows = [ReplicaRows(module, replica, self._of_all) for replica in self._replicas]
-        self._sync_contexts = [SyncContext(replica, self._of_all, module, None) for replica in self._replicas]
+        self._layers = SyncLayers(module, replicas, meets=False)
         self._pipeline, self._attributes = pipeline, attributes_of(module)
         self._run: PipelineRun | None = None
         self._rounds = 0  # the number of micro-batches for which `_run` was made
@@ -126,11 +126,11 @@ class InferenceTurns:
 
     def _outputs(self, place: int, batches: Sequence[Batch], number: int) -> list[Tree]:
         found: list[Tree] = [None] * len(batches)
-        replica, sync_context, memory = self._replicas[place], self._sync_contexts[place], self._memory
+        replica, layers, memory = self._replicas[place], self._layers, self._memory
 
         def work(micro_batch: int, cursor: StageCursor | None) -> None:
             draws = drawing(seed_of(self._seed, replica, number, micro_batch), memory.device, cursor)
-            with draws, torch.no_grad(), sync_context.entered(micro_batch), optimized_execution(False):
+            with draws, torch.no_grad(), layers.entered(replica, micro_batch), optimized_execution(False):
                 outputs = memory.fetched(self._call(self._module, memory.put(batches[micro_batch])))
                 found[micro_batch] = kept_apart(outputs, self._module.buffers())
                 if cursor is not None:

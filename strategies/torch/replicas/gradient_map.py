@@ -194,18 +194,12 @@ class GradientMap:
         self._calls: Counter[int] = Counter()
 
     @contextmanager
-    def attached(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
-        """Map the gradients added to the `grad` of a replica's parameters, but not results of `autograd.grad`.
-
-        Args:
-            pairs: The module's parameters, each with that of the replica. The function gets the module's if both are
-                the same or share memory.
-        """
-        nodes = [get_gradient_edge(mine).node for _, mine in pairs]  # PyTorch drops a node without references
+    def attached(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Map the gradients added to the `grad` of a replica's parameters, but not results of `autograd.grad`."""
+        nodes = [get_gradient_edge(one).node for one in parameters]  # PyTorch drops a node without references
         with ExitStack() as hooks:
-            for node, (original, mine) in zip(nodes, pairs, strict=True):
-                is_same = original.data_ptr() == mine.data_ptr() and original.shape == mine.shape
-                hooks.enter_context(node.register_prehook(partial(_mapped, self, original if is_same else mine)))
+            for node, parameter in zip(nodes, parameters, strict=True):
+                hooks.enter_context(node.register_prehook(partial(_mapped, self, parameter)))
             self.is_attached = True
             try:
                 yield

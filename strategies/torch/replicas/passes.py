@@ -25,7 +25,7 @@ from strategies.torch.options import (
 from strategies.torch.pipelines import PipelineRun, StageCursor, drawing
 from strategies.torch.replicas.generators import seed_of
 from strategies.torch.replicas.module_parts import Slot
-from strategies.torch.replicas.sync_batch_norm import SyncContext
+from strategies.torch.replicas.sync_batch_norm import SyncLayers
 from strategies.torch.replicas.turns import Changes
 from strategies.torch.tensors import ReplicaMemory, divide, kept_apart, way_out_of_refusals
 from strategies.typing import Batch, Number, Tree
@@ -72,7 +72,7 @@ class ReplicaPasses:
         loss_fn: The loss function.
         options: The options of the step.
         is_on_device: Whether gradients stay on the device, and so do metrics.
-        meets: Whether layers wait for other replicas.
+        layers: The layers that wait for other replicas.
     """
 
     def __init__(
@@ -82,30 +82,30 @@ class ReplicaPasses:
         loss_fn: LossFunction,
         options: TorchOptions,
         is_on_device: bool,
-        meets: bool,
+        layers: SyncLayers,
     ) -> None:
         self._module, self._memory, self._loss_fn, self._options = module, memory, loss_fn, options
-        self._is_on_device, self._meets = is_on_device, meets
+        self._is_on_device, self._layers = is_on_device, layers
         self._map, self._has_weights = options.mapping(), False
 
     def run(
         self,
-        sync_context: SyncContext,
+        replica: int,
         batch: Batch,
         step: int,
         scale: float,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        parameters: Sequence[torch.Tensor],
         pipeline: PipelineRun | None = None,
         ends: Callable[[], object] | None = None,
     ) -> ReplicaResults:
         """Run the passes of a replica. Gradients are added to those of its parameters.
 
         Args:
-            sync_context: The replica.
+            replica: The global index of the replica.
             batch: Its batch.
             step: The number of the step.
             scale: The loss scale of the backward pass.
-            pairs: The trained parameters of the module, each with that of the replica.
+            parameters: The trained parameters of the replica.
             pipeline: The pipeline of the module; None without one.
             ends: Called before the last backward pass.
 
@@ -117,9 +117,9 @@ class ReplicaPasses:
         found: list[tuple[tuple[str, ...], Sequence[Fact], torch.Tensor, float | None, Tree] | None] = [None] * count
 
         def work(number: int, cursor: StageCursor | None) -> None:
-            seed = seed_of(self._options.seed, sync_context.replica, step, number)
+            seed = seed_of(self._options.seed, replica, step, number)
             draws = drawing(seed, self._memory.device, cursor)
-            with draws, sync_context.entered(number), optimized_execution(False):  # see torch_modules.md
+            with draws, self._layers.entered(replica, number), optimized_execution(False):  # see torch_modules.md
                 with self._autocast():
                     outcome = outcome_of(lambda: self._loss_fn(self._module, self._memory.put(parts[number])))
                 loss, weight = outcome.loss, outcome.weight
@@ -128,7 +128,7 @@ class ReplicaPasses:
                 values, names = self._values_of(outcome), ("loss", *outcome.metrics)
                 found[number] = names, values, loss.detach(), weight, outputs
                 del outcome  # the history of metrics
-                loss = self._for_backward(loss, number, scale, weight, pairs, maps)
+                loss = self._for_backward(loss, number, scale, weight, parameters, maps)
                 if ends is not None and number == count - 1:
                     ends()
                 if cursor is None:
@@ -138,12 +138,12 @@ class ReplicaPasses:
 
         with ExitStack() as maps, way_out_of_refusals():
             if self._is_mapped or (pipeline is not None and self._has_weights):
-                maps.enter_context(self._map.attached(pairs))  # later, others would run through the hooked nodes
+                maps.enter_context(self._map.attached(parameters))  # later, others would run through the hooked nodes
             if pipeline is None:
                 for number in range(count):
                     work(number, None)
             else:
-                pipeline.each(work, sync_context.replica)
+                pipeline.each(work, replica)
         names, values, losses, weights, outputs = zip(*(one for one in found if one is not None), strict=True)
         weight, total = _mean_of(weights), list(values[0])
         for more in values[1:]:
@@ -186,7 +186,7 @@ class ReplicaPasses:
         number: int,
         scale: float,
         weight: float | None,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        parameters: Sequence[torch.Tensor],
         maps: ExitStack,
     ) -> torch.Tensor:
         """Return the loss for the backward pass. For a running mean, also rescale the gradients so far.
@@ -199,16 +199,16 @@ class ReplicaPasses:
                 finite.
         """
         if self._options.method is RUNNING_MEAN and number:
-            for _, parameter in pairs:
+            for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(number / (number + 1))
         divisor = self._options.divisor(number)
-        if weight is not None and self._meets:
+        if weight is not None and self._layers.meets:
             check_weight_with_sync_layers(loss, weight, self._is_mapped)
         elif weight is not None:
             self._has_weights = True
             if not self._map.is_attached and (weight == 0 or self._options.pipeline is not None):
-                maps.enter_context(self._map.attached(pairs))
+                maps.enter_context(self._map.attached(parameters))
         self._map.begin(number, scale, divisor, weight)
         if not self._is_mapped:
             if weight is not None:

@@ -27,8 +27,8 @@ from strategies.torch.pipelines import PipelineRun
 from strategies.torch.replicas.gradient_map import ReplicaRows
 from strategies.torch.replicas.guard import is_due
 from strategies.torch.replicas.passes import LossFunction, ReplicaPasses, ReplicaResults
-from strategies.torch.replicas.sync_batch_norm import ReplicaMeetings, SyncContext, sync_layers_of
-from strategies.torch.replicas.turns import Gradients, ReplicaTurns, TurnsOfStep
+from strategies.torch.replicas.sync_batch_norm import SyncLayers, sync_layers_of
+from strategies.torch.replicas.turns import Gradients, ReplicaTurns, Turn, TurnsOfStep
 from strategies.torch.tensors import intra_op_threads, real_view
 from strategies.torch.training import TorchTraining
 from strategies.typing import Batch
@@ -101,14 +101,9 @@ class LocalReplicas:
             self._module, training.watch, training.buffers, training.attributes, self._of_all
         )
         self.rows = [ReplicaRows(self._module, replica, self._of_all) for replica in self.replicas]
-        meets, is_on_host = bool(sync_layers_of(self._module)), self._memory.is_on_host
-        self._meetings: ReplicaMeetings | None = None
-        if meets:
-            self._meetings = ReplicaMeetings(self.replicas, self.communicator, self._streams, is_on_host)
-        self._sync_contexts = [
-            SyncContext(replica, self._of_all, self._module, self._meetings) for replica in self.replicas
-        ]
-        self._passes = ReplicaPasses(self._module, self._memory, loss_fn, options, instances > 0, meets)
+        meets = bool(sync_layers_of(self._module))
+        self._layers = SyncLayers(self._module, replicas, meets, self._streams, self._memory.is_on_host)
+        self._passes = ReplicaPasses(self._module, self._memory, loss_fn, options, instances > 0, self._layers)
         self.pipeline: PipelineRun | None = None
         if options.pipeline is not None:
             count, threads = options.gradient_accumulation_count, options.intra_op_threads
@@ -167,16 +162,15 @@ class LocalReplicas:
         make_exchange: MakeExchange | None,
         streamed: StreamedGradients | None,
     ) -> None:
-        last, replay = len(parts) - 1, None
-        turns: list[Callable[[], tuple[ReplicaResults, Gradients]]] = [
+        last = len(parts) - 1
+        turns: list[Turn[ReplicaResults]] = [
             partial(self._turn, place, part, inputs, streamed if place == last else None)
             for place, part in enumerate(parts)
         ]
         again = partial(self._turn, 0, parts[0], inputs, None, is_again=True)
-        if self._meetings is not None:
-            self._meetings.begin(self.turns.repeats_in(inputs.turns))
-            replay = self._meetings.repeated()
-            turns = self._at_once(turns) if last else turns
+        self._layers.begin(self.turns.repeats_in(inputs.turns))
+        if self._layers.meets and last:
+            turns = self._at_once(turns)
 
         def take(place: int, results: ReplicaResults, gradients: Gradients) -> None:
             if (exchange := self.exchange) is None:
@@ -196,11 +190,9 @@ class LocalReplicas:
             exchange.set_tail(TailValues(results.values, inputs.settings, *flags, results.weight), place)
 
         with intra_op_threads(self._options.intra_op_threads):
-            self.turns.run(inputs.turns, turns, again, take, replay)
+            self.turns.run(inputs.turns, turns, again, take, self._layers.repeated())
 
-    def _at_once(
-        self, turns: Sequence[Callable[[], tuple[ReplicaResults, Gradients]]]
-    ) -> list[Callable[[], tuple[ReplicaResults, Gradients]]]:
+    def _at_once(self, turns: Sequence[Turn[ReplicaResults]]) -> list[Turn[ReplicaResults]]:
         """Return turns that are taken on threads, because layers wait for other replicas: the first call begins all."""
         begun: list[Future[tuple[ReplicaResults, Gradients]]] = []
 
@@ -217,27 +209,29 @@ class LocalReplicas:
         self, place: int, part: Batch, inputs: StepInputs, streamed: StreamedGradients | None, is_again: bool = False
     ) -> tuple[ReplicaResults, Gradients]:
         """Let a local replica compute, and return its results and gradients."""
-        replica, sync_context = self.replicas[place], self._sync_contexts[place]
+        replica = self.replicas[place]
         pipeline = None if is_again else self.pipeline  # without one the bits are the same
         is_noted = self.pipeline is None and not is_again  # a pipeline notifies of each stage
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        parameters: list[torch.Tensor] = []
         rows: Mapping[int, torch.Tensor] = {}
         with ExitStack() as stack:
-            stack.enter_context(sync_context.attended())
-            stack.enter_context(self.turns.of(replica, self._memory.device, lambda: self._left(place, pairs, rows)))
+            stack.enter_context(self._layers.attended_by(replica))
+            stack.enter_context(
+                self.turns.of(replica, self._memory.device, lambda: self._left(place, parameters, rows))
+            )
             rows = stack.enter_context(self.rows[place].put())
-            pairs += [(one, rows.get(id(one), one)) for one in self._trained]
+            parameters += [rows.get(id(one), one) for one in self._trained]
             self._drop_gradients()
             stack.callback(self._drop_gradients)
             if is_noted:
                 self._instruments.replica_begins(replica, 0)
             ends: Callable[[], object] | None = None
             if streamed is not None:
-                ends = stack.enter_context(streamed.of(pairs))
+                ends = stack.enter_context(streamed.of(parameters))
             elif self._streams and not is_again and is_due(inputs.turns.number):
-                stack.enter_context(self._counting(pairs))
-            results = self._passes.run(sync_context, part, inputs.turns.step, inputs.scale, pairs, pipeline, ends)
-            gradients = [real_view(mine.grad) for _, mine in pairs]
+                stack.enter_context(self._counting(parameters))
+            results = self._passes.run(replica, part, inputs.turns.step, inputs.scale, parameters, pipeline, ends)
+            gradients = [real_view(one.grad) for one in parameters]
             seen = [one is not None for one in gradients]
             if streamed is not None:
                 seen = [here or left for here, left in zip(seen, streamed.seen, strict=True)]
@@ -247,7 +241,7 @@ class LocalReplicas:
             return replace(results, seen=seen, changes=changes, slots=slots), gradients
 
     @contextmanager
-    def _counting(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    def _counting(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
         """Stream no gradients if one comes in parts, as it does if several reentrant checkpoints use a parameter."""
         counts: Counter[int] = Counter()
 
@@ -255,8 +249,8 @@ class LocalReplicas:
             counts[id(parameter)] += 1
 
         with ExitStack() as hooks:
-            for _, mine in pairs:
-                hooks.enter_context(mine.register_post_accumulate_grad_hook(gradient_is_complete))
+            for one in parameters:
+                hooks.enter_context(one.register_post_accumulate_grad_hook(gradient_is_complete))
             yield
         self._streams &= max(counts.values(), default=0) <= self._options.gradient_accumulation_count
 
@@ -270,18 +264,18 @@ class LocalReplicas:
         return len(self.exchange.buckets) - 1
 
     def _left(
-        self, place: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], rows: Mapping[int, torch.Tensor]
+        self, place: int, parameters: Sequence[torch.Tensor], rows: Mapping[int, torch.Tensor]
     ) -> Callable[[], None]:
         """Take the module away from a replica that waits for others, and return the way back."""
         if len(self.replicas) == 1:
             return lambda: None
-        gradients, module_comes_back = [mine.grad for _, mine in pairs], self.turns.leave(self.replicas[place])
+        gradients, module_comes_back = [one.grad for one in parameters], self.turns.leave(self.replicas[place])
 
         def come_back() -> None:
             module_comes_back()
             self.rows[place].give(rows)
-            for (_, mine), gradient in zip(pairs, gradients, strict=True):
-                mine.grad = gradient
+            for one, gradient in zip(parameters, gradients, strict=True):
+                one.grad = gradient
 
         return come_back
 
@@ -333,11 +327,11 @@ class StreamedGradients:
         self._thread = 0  # in which the last backward pass runs
 
     @contextmanager
-    def of(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Callable[[], None]]:
+    def of(self, parameters: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
         """Take the gradients of a replica's parameters as soon as they are complete; yield a function that begins."""
         with ExitStack() as hooks:
-            for number, (_, mine) in enumerate(pairs):
-                hooks.enter_context(mine.register_post_accumulate_grad_hook(partial(self._send, number)))
+            for number, one in enumerate(parameters):
+                hooks.enter_context(one.register_post_accumulate_grad_hook(partial(self._send, number)))
             yield self._begin
 
     def _begin(self) -> None:

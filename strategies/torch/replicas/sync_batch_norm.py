@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from collectives import CollectiveTimeoutError, Communicator
+from collectives import CollectiveTimeoutError
 from collectives.reduction import Reduction
 from strategies.errors import StrategyError
 from strategies.jax.replicas.replicas import Replicas
@@ -25,29 +25,56 @@ from strategies.torch.replicas.generators import lent_baton
 from strategies.torch.tensors import ThreadValue
 from strategies.typing import Function, Tree
 
+_FORWARD = "forward"
+_plainly = torch.nn.modules.batchnorm._BatchNorm.forward
 
-class ReplicaMeetings:
-    """Meetings in which the local replicas of a module wait for each other, and for replicas of other instances.
+_entered = ThreadValue["tuple[SyncLayers, int, int | None] | None"](None)  # with the replica and the micro-batch
+_kept: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[SyncLayers]] = weakref.WeakKeyDictionary()
+_as_pytorch_has_it = torch.nn.SyncBatchNorm.forward
+
+AddRows = Callable[[str, torch.Tensor], torch.Tensor]
+"""(description, row of float64) -> the sum of the rows of all replicas."""
+
+
+class SyncLayers:
+    """The layers of a module in which its replicas meet: they wait for each other, and add their statistics.
+
+    A layer computes for the replica that the thread has entered. In other threads it computes for the last local
+    replica of its module, as long as this object exists. One case is a checkpoint in the program's own loop, which
+    recomputes in the backward pass.
 
     All local replicas must have begun, so each has a thread. A replica that waits lets another one compute. An error of
     one replica ends the meetings of all, until `begin`.
 
     Args:
-        replicas: The global indices of the local replicas.
-        communicator: The communicator of all instances. Its timeout also limits a replica's wait for other local ones.
+        module: The module.
+        replicas: The replicas of all instances. The timeout of their communicator also limits a replica's wait for
+            other local ones.
+        meets: Whether replicas meet. If not, as in an evaluation, such a layer in training mode is refused.
         is_busy: Whether other collectives, or several of these sums, may run at the same time. Then sums are named
             collectives, which take longer. If instances ask for different named sums, only the timeout ends them.
         is_on_host: Whether replicas compute on the host.
+
+    Attributes:
+        replicas: The global indices of the local replicas.
+        is_alone: Whether there is one replica.
+        meets: Whether replicas meet.
     """
 
     def __init__(
-        self, replicas: range, communicator: Communicator, is_busy: bool = False, is_on_host: bool = True
+        self, module: torch.nn.Module, replicas: Replicas, meets: bool, is_busy: bool = False, is_on_host: bool = True
     ) -> None:
-        self._replicas, self._communicator = replicas, communicator
+        self._module = weakref.ref(module)  # its layers are the keys of `_kept`
+        self.replicas, self._communicator = replicas.local_replicas, replicas.communicator
+        self.is_alone, self.meets = replicas.num_replicas_in_sync == 1, meets
         self._is_busy, self._is_on_host = is_busy, is_on_host
+        self._names: dict[int, str] = {}
         self._lock = threading.Lock()
         self._repeated: Iterator[np.ndarray] | None = None
         self.begin()
+        _install()
+        for layer in sync_layers_of(module).values() if meets else ():
+            _kept[layer] = weakref.ref(self)
 
     def begin(self, is_repeated: bool = False) -> None:
         """Begin a step of all local replicas, whose first one will compute again if `is_repeated`."""
@@ -69,6 +96,9 @@ class ReplicaMeetings:
     @contextmanager
     def attended_by(self, replica: int) -> Iterator[None]:
         """Let this thread compute a replica's passes. If they fail, and afterwards, no replica waits for this one."""
+        if not self.meets:
+            yield
+            return
         with nullcontext() if self._is_on_host else torch.autograd.set_multithreading_enabled(False):
             try:  # autograd has one thread for all backward passes on a device, and it must not wait
                 yield
@@ -82,14 +112,39 @@ class ReplicaMeetings:
                     self._gone.add(replica)
                     self._arrays_of_all()
 
-    def sum(self, name: str, replica: int, array: np.ndarray) -> np.ndarray:
-        """Return the sum of all replicas' arrays in the meeting of this name. The result must not be changed.
+    def entered(self, replica: int, micro_batch: int | None = None) -> AbstractContextManager[None]:
+        """Return a context in which this thread computes for a replica, in a step for one of its micro-batches."""
+        return _entered.using((self, replica, micro_batch))
+
+    def sum(
+        self, layer: torch.nn.Module, what: str, replica: int, micro_batch: int | None, row: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the sum of the rows, float64, of all replicas in one meeting of a layer.
 
         Raises:
-            StrategyError: If another local replica ended its passes without this meeting, or waits at another one.
+            StrategyError: If replicas do not meet. If another local replica ended its passes without this meeting, or
+                waits at another one.
             AbandonedError: If another local replica has failed.
             CollectiveError: If the collective fails, or a local replica has not come before the timeout.
         """
+        of = "" if micro_batch is None else f" of micro-batch {micro_batch}"
+        name = f"SyncBatchNorm {self._name_of(layer)!r}"
+        if not self.meets:
+            raise StrategyError(
+                f"{name} is in training mode, but replicas do not compute together here; leave it in evaluation mode "
+                "in an evaluation, and make it a part of the module in a training"
+            )
+        total = self._sum(f"{name}, {what}{of}", replica, row.cpu().numpy())
+        return torch.from_numpy(np.array(total)).to(row.device)
+
+    def _name_of(self, layer: torch.nn.Module) -> str:
+        module = self._module()
+        if id(layer) not in self._names and module is not None:
+            self._names = {id(one): name for name, one in module.named_modules()}
+        return self._names.get(id(layer), type(layer).__name__)
+
+    def _sum(self, name: str, replica: int, array: np.ndarray) -> np.ndarray:
+        """Return the sum of all replicas' arrays in the meeting of this name. The result must not be changed."""
         if self._repeated is not None:
             if (known := next(self._repeated, None)) is None:
                 raise StrategyError(f"replica {replica} comes to {name} more often than before")
@@ -107,7 +162,7 @@ class ReplicaMeetings:
             elif not wait([future], timeout_s).done:
                 self._give_up(name, replica, timeout_s)
             total = future.result()  # if all local replicas are there, the collective has a limit of its own
-        if self._of_first is not None and replica == self._replicas[0]:
+        if self._of_first is not None and replica == self.replicas[0]:
             self._of_first.append(total)
         return total
 
@@ -131,11 +186,11 @@ class ReplicaMeetings:
     def _arrays_of_all(self) -> list[np.ndarray]:
         """Return the arrays if all local replicas are in one meeting. If they will never be, end it. Lock held."""
         waiting, gone = self._waiting, self._gone
-        if not waiting or len(waiting) + len(gone) < len(self._replicas):
+        if not waiting or len(waiting) + len(gone) < len(self.replicas):
             return []
         if not gone and len({name for name, _ in waiting.values()}) == 1:
             self._waiting, self._total = {}, Future()
-            return [waiting[replica][1] for replica in self._replicas]
+            return [waiting[replica][1] for replica in self.replicas]
         places = [f"replica {replica} waits in {name}" for replica, (name, _) in sorted(waiting.items())]
         places += [f"replica {replica} has ended its passes" for replica in sorted(gone)]
         self._fail(
@@ -149,7 +204,7 @@ class ReplicaMeetings:
     def _give_up(self, name: str, replica: int, timeout_s: float) -> None:
         """End the meeting of a replica that has waited too long, if local replicas are missing."""
         with self._lock:
-            missing = [str(one) for one in self._replicas if one not in self._waiting]
+            missing = [str(one) for one in self.replicas if one not in self._waiting]
             if replica in self._waiting and missing:
                 self._fail(
                     CollectiveTimeoutError(
@@ -163,72 +218,6 @@ class ReplicaMeetings:
         self._failure = error
         self._total.set_exception(error)
         self._waiting, self._total = {}, Future()
-
-
-_FORWARD = "forward"
-_plainly = torch.nn.modules.batchnorm._BatchNorm.forward
-
-_entered = ThreadValue["tuple[SyncContext, int | None] | None"](None)  # and the number of the micro-batch
-_kept: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[SyncContext]] = weakref.WeakKeyDictionary()
-_as_pytorch_has_it = torch.nn.SyncBatchNorm.forward
-
-AddRows = Callable[[str, torch.Tensor], torch.Tensor]
-"""(description, row of float64) -> the sum of the rows of all replicas."""
-
-
-class SyncContext:
-    """The replica for which a thread's layers compute, if they sum over replicas.
-
-    A layer computes for the replica whose context the thread has entered. In other threads it computes for the replica
-    of its module, as long as that context exists. One case is a checkpoint in the program's own loop, which recomputes
-    in the backward pass.
-
-    Args:
-        replica: The global index of the replica.
-        replicas: The number of all replicas.
-        module: The replica's module.
-        meetings: The meetings in which replicas sum; None if they do not sum, as in an evaluation.
-
-    Attributes:
-        is_alone: Whether there is one replica.
-        replica: The global index of the replica.
-    """
-
-    def __init__(self, replica: int, replicas: int, module: torch.nn.Module, meetings: ReplicaMeetings | None) -> None:
-        self.is_alone = replicas == 1
-        self.replica = replica
-        self._module = weakref.ref(module)  # its layers are the keys of `_kept`
-        self._meetings = meetings
-        self._names: dict[int, str] = {}
-        _install()
-        for layer in sync_layers_of(module).values() if meetings is not None else ():
-            _kept[layer] = weakref.ref(self)
-
-    def entered(self, micro_batch: int | None = None) -> AbstractContextManager[None]:
-        """Return a context in which this thread computes for the replica, in a step for one of its micro-batches."""
-        return _entered.using((self, micro_batch))
-
-    def attended(self) -> AbstractContextManager[None]:
-        """Return a context in which the calling thread runs the passes of a step for the replica."""
-        return nullcontext() if self._meetings is None else self._meetings.attended_by(self.replica)
-
-    def sum(self, layer: torch.nn.Module, what: str, micro_batch: int | None, row: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the rows, float64, of all replicas."""
-        of = "" if micro_batch is None else f" of micro-batch {micro_batch}"
-        name = f"SyncBatchNorm {self._name_of(layer)!r}, {what}{of}"
-        if self._meetings is None:
-            raise StrategyError(
-                f"SyncBatchNorm {self._name_of(layer)!r} is in training mode, but replicas do not compute together "
-                "here; leave it in evaluation mode in an evaluation, and make it a part of the module in a training"
-            )
-        array = row.cpu().numpy()
-        return torch.from_numpy(np.array(self._meetings.sum(name, self.replica, array))).to(row.device)
-
-    def _name_of(self, layer: torch.nn.Module) -> str:
-        module = self._module()
-        if id(layer) not in self._names and module is not None:
-            self._names = {id(one): name for name, one in module.named_modules()}
-        return self._names.get(id(layer), type(layer).__name__)
 
 
 def sync_layers_of(module: torch.nn.Module) -> dict[str, torch.nn.SyncBatchNorm]:
@@ -254,12 +243,6 @@ def sync_layers_of(module: torch.nn.Module) -> dict[str, torch.nn.SyncBatchNorm]
     return found
 
 
-def sync_context_of_loop(module: torch.nn.Module, replicas: Replicas, is_busy: bool) -> SyncContext:
-    """Return the context of this instance's only replica in the program's own loop."""
-    meetings = ReplicaMeetings(replicas.local_replicas, replicas.communicator, is_busy)
-    return SyncContext(replicas.local_replicas.start, replicas.num_replicas_in_sync, module, meetings)
-
-
 def check_no_sync_layers(module: torch.nn.Module) -> None:
     """Raise for a module with `SyncBatchNorm` in a loop whose instances may have different numbers of batches."""
     if layers := sync_layers_of(module):
@@ -276,13 +259,15 @@ def _install() -> None:
 
 
 def _forward(layer: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:  # `input` is PyTorch's name
-    kept = _kept.get(layer, lambda: None)()
-    sync_context, micro_batch = _entered.now or (kept, None)
-    if sync_context is None:
+    now = _entered.now
+    if now is None and (kept := _kept.get(layer, lambda: None)()) is not None:
+        now = kept, kept.replicas[-1], None
+    if now is None:
         return _as_pytorch_has_it(layer, input)
-    if sync_context.is_alone or not layer.training:
+    layers, replica, micro_batch = now
+    if layers.is_alone or not layer.training:
         return _plainly(layer, input)
-    return normalised(layer, input, lambda what, row: sync_context.sum(layer, what, micro_batch, row))
+    return normalised(layer, input, lambda what, row: layers.sum(layer, what, replica, micro_batch, row))
 
 
 def normalised(layer: torch.nn.SyncBatchNorm, x: torch.Tensor, add: AddRows) -> torch.Tensor:

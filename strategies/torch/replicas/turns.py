@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import torch
 
@@ -21,6 +21,9 @@ Results = TypeVar("Results", bound=Compared)
 
 Gradients = list[torch.Tensor | None]
 """The gradients of the trained parameters; None for a parameter without one."""
+
+Turn: TypeAlias = Callable[[], tuple[Results, Gradients]]
+"""() -> the results and the gradients of a replica that computes."""
 
 Changes = Sequence[Fact]
 """For each slot, whether a replica has changed it: 0 or 1, and more if its shape has changed. A boolean on the device
@@ -85,8 +88,8 @@ class ReplicaTurns(Generic[Results]):
     def run(
         self,
         step: TurnsOfStep,
-        turns: Sequence[Callable[[], tuple[Results, Gradients]]],
-        again: Callable[[], tuple[Results, Gradients]],
+        turns: Sequence[Turn[Results]],
+        again: Turn[Results],
         take: Callable[[int, Results, Gradients], object],
         context: AbstractContextManager[object] | None = None,
     ) -> None:
@@ -94,7 +97,7 @@ class ReplicaTurns(Generic[Results]):
 
         Args:
             step: The step.
-            turns: The turn of each local replica, which returns its results and its gradients.
+            turns: The turn of each local replica.
             again: Repeats the first turn.
             take: Takes the place of a replica among the local ones, its results and its gradients.
             context: A context around the repetition.

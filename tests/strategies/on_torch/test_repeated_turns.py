@@ -200,7 +200,7 @@ def test_a_bucket_is_ready_after_its_last_gradient():
     hidden.register_hook(lambda _: looks.append([*ready]))
     later = second.sum() * hidden
     later.register_hook(lambda _: looks.append([*ready]))
-    with leaving.of([(one, one) for one in parameters]) as begin:
+    with leaving.of(parameters) as begin:
         begin()
         (third.sum() * later).backward()
     leaving.rest([one.grad for one in parameters])
