@@ -53,7 +53,7 @@ BUDGET: dict[str, int] = {
     "strategies/measure": 269,
     "strategies/pipelines": 2051,
     "strategies/sinks": 984,
-    "strategies/torch": 9031,
+    "strategies/torch": 8555,
 }
 """Code lines, without blank lines, comments and docstrings, by package and folder inside of it."""
 

@@ -358,7 +358,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             pending.values = training.buffers.agreed(tail.has_changed, slots, self._replicas)
             pending.moving = frozenset(pending.values)
         pending.means = [mean if has else None for mean, has in zip(means, tail.has_gradient, strict=True)]
-        is_finite = not checks or self._are_finite(plan, are_bad, local)
+        is_finite = are_bad is None or self._are_finite(plan, are_bad, local)
         pending.is_applied = has_weight and is_finite
         exchange.give_back()
 
