@@ -273,11 +273,10 @@ def check_module(module: object) -> None:
     device_of(module)
     sync_layers_of(module)
     for name, parameter in module.named_parameters():
-        has_gradient = parameter.is_floating_point() or parameter.is_complex()
-        if not has_gradient or parameter.layout is not torch.strided:
+        if parameter.layout is not torch.strided:  # only floating-point and complex tensors can require gradients
             raise StrategyError(
-                f"{name} is a {parameter.dtype} tensor of layout {parameter.layout}, but only dense gradients are "
-                "exchanged; keep a dense parameter, and compute the other from it in the forward pass"
+                f"{name} is a tensor of layout {parameter.layout}, but only dense gradients are exchanged; keep a "
+                "dense parameter, and compute the other from it in the forward pass"
             )
 
 

@@ -156,6 +156,12 @@ def sphered() -> nn.Module:
     return module
 
 
+def frozen_integers() -> nn.Module:
+    """Make a layer whose weights are integers, which nobody trains."""
+    weights = nn.Parameter(torch.randint(-8, 8, (6, FEATURES), dtype=torch.int8), requires_grad=False)
+    return Apply(lambda self, x: self.head(F.linear(x, self.weights / 8)), weights=weights, head=HEAD())
+
+
 def half_frozen() -> nn.Module:
     module = layered(nn.Tanh())
     module[0].requires_grad_(False)
@@ -275,6 +281,7 @@ WRAPPERS = [
     Idiom("parameters that are None", removed),
     Idiom("buffers that are not saved", unsaved),
     Idiom("frozen layers", half_frozen),
+    Idiom("frozen integers", frozen_integers),
     Idiom("unused parameters", lambda: Apply(lambda self, x: self.last(x), last=nn.Linear(FEATURES, CLASSES),
                                              unused=nn.Linear(2, 2))),
     Idiom("a scripted module", lambda: torch.jit.script(layered(nn.Tanh())), tolerance=1e-5),
