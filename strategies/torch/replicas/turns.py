@@ -112,6 +112,8 @@ class ReplicaTurns(Generic[Results]):
             shared = [pair for pair in self._watch.named if pair[0] not in kept]
             marks = WriteMarks(shared if self._count > 1 else [], is_repeated)
             are_trained = [one.requires_grad for one in self._watch.parameters]
+            # Every other time at once: after all of them, a counter modulo their number would be the same again.
+            repeated_after = len(turns) - 1 if step.number.bit_length() % 2 else 0
             for place, turn in enumerate(turns):
                 results, gradients = turn()
                 self._check_parts_unchanged()
@@ -120,14 +122,14 @@ class ReplicaTurns(Generic[Results]):
                     self.guard.keep(results, gradients, names)
                 take(place, results, gradients)
                 del gradients
-            if is_repeated:
-                after = self._attributes.view()
-                self._attributes.put(view)
-                try:
-                    with context or nullcontext():
-                        self.guard.compare(step.replicas.start, again, names)
-                finally:
-                    self._attributes.put(after)
+                if is_repeated and place == repeated_after:
+                    after = self._attributes.view()
+                    self._attributes.put(view)
+                    try:
+                        with context or nullcontext():
+                            self.guard.compare(step.replicas.start, again, names)
+                    finally:
+                        self._attributes.put(after)
             marks.check()
 
     @contextmanager

@@ -331,9 +331,12 @@ def moving_scale(_):
     return loss
 
 
-def iterator(_):
-    numbers = itertools.cycle([1.0, 2.0, 3.0])
-    return lambda module, batch: classify(module, batch) * next(numbers)
+def iterator(*factors):
+    def make_loss(_):
+        numbers = itertools.cycle(factors)
+        return lambda module, batch: classify(module, batch) * next(numbers)
+
+    return make_loss
 
 
 def queue_of_keys(_):
@@ -547,7 +550,9 @@ REFUSED = [
     Program("a list that the loss reads", with_loss(history), TWICE),
     Program("a counter that is used later", with_loss(late_counter), f"in step [137] .*{TWICE}"),
     Program("a moving mean of the loss", with_loss(moving_scale), TWICE),
-    Program("an iterator", with_loss(iterator), TWICE),
+    Program("an iterator", with_loss(iterator(1.0, 2.0, 3.0)), TWICE),
+    Program("an iterator with two values", with_loss(iterator(1.0, 2.0)), TWICE),
+    Program("an iterator with a value for each replica", with_loss(iterator(1.0, 1.0, 1.0, 2.0)), TWICE),
     Program("a queue of rows", with_loss(queue_of_keys), TWICE),
     Program("a teacher that the loss moves", with_loss(moving_teacher), f"{OUTSIDE}|{TWICE}"),
     Program("an optimizer in the loss", with_loss(inner_optimizer), f"{OUTSIDE}|{TWICE}"),
