@@ -227,8 +227,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="replicas write a network outside of the module without a word",
         path="strategies/torch/replicas/guard.py",
-        old="if len(turns) > 1 and (name := _written(network, before)):",
-        new="if len(turns) > 9 and (name := _written(network, before)):",
+        old="if len(turns) > 1 and (name := marks.written()):",
+        new="if len(turns) > 9 and (name := marks.written()):",
         caught_by="tests/strategies/on_torch/test_repeated_turns.py::TestNetworksOutsideOfTheModule::test_writes_to_a_network_outside_of_the_module_are_refused",
     ),
     Fault(

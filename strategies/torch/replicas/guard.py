@@ -1,8 +1,8 @@
 """The comparison of a replica's turn with its repetition, which finds programs whose results depend on the spread.
 
-In steps 1, 2, 4, 8 and so on the first local replica computes once more, after the others. Whatever a turn changes and
-nobody puts back makes a difference then: a counter in a closure, an object that a hook fills, a generator of the
-program, a clock, a network outside of the module.
+In steps 1, 2, 4, 8 and so on the first local replica computes once more, after the others or at once. Whatever a turn
+changes and nobody puts back makes a difference then: a counter in a closure, an object that a hook fills, a generator
+of the program, a clock, a network outside of the module.
 """
 
 from __future__ import annotations
@@ -56,10 +56,6 @@ REASONS = (
 )
 
 
-_Mark: TypeAlias = torch.Tensor | tuple[int, int]
-"""A copy of a buffer, or the address of a parameter and PyTorch's counter of writes to it."""
-
-
 class Compared(Protocol):
     """The results of a turn that must have the same bits if it is repeated.
 
@@ -96,7 +92,7 @@ class RepetitionGuard:
         self.found = ""
         self._kept: list[tuple[str, Digest | None]] = []
         self._turn = 0
-        self._outside: dict[int, tuple[torch.nn.Module, Mapping[str, _Mark], set[int]]] = {}
+        self._outside: dict[int, tuple[_OutsideMarks, set[int]]] = {}
         self._strangers: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()  # parameters outside of the module
         self._before: list[tuple[torch.Tensor, str, torch.Tensor | None, int]] = []  # with their gradients
         self._left: MutableMapping[torch.Tensor, _StrayGradient] = WeakIdKeyDictionary()
@@ -120,10 +116,10 @@ class RepetitionGuard:
                 hooks.callback(register_module_forward_pre_hook(_called).remove)
             yield
         outside, self._outside = self._outside, {}
-        for network, before, turns in outside.values():
-            if len(turns) > 1 and (name := _written(network, before)):
+        for marks, turns in outside.values():
+            if len(turns) > 1 and (name := marks.written()):
                 self._find(
-                    f"replicas have written {name} of a {type(network).__qualname__} outside of the module. It is one "
+                    f"replicas have written {name} of a {marks.kind} outside of the module. It is one "
                     "network for all replicas of an instance; make it a part of the module, call its eval(), or update "
                     "it between steps (docs: torch_modules, Networks outside of the module)"
                 )
@@ -141,12 +137,12 @@ class RepetitionGuard:
         if id(network) in self._own:
             return
         if (known := self._outside.get(id(network))) is not None:
-            known[2].add(self._turn)
+            known[1].add(self._turn)
             return
-        self._outside[id(network)] = network, _marks(network), {self._turn}
-        named = network._parameters.items()
-        of_kind = f"of a {type(network).__qualname__}"
-        self._watch({one: f"parameter {name!r} {of_kind}" for name, one in named if one is not None})
+        marks = _OutsideMarks(network)
+        self._outside[id(network)] = marks, {self._turn}
+        own = [(name, one) for name, one in network._parameters.items() if isinstance(one, torch.nn.Parameter)]
+        self._watch({one: f"parameter {name!r} of a {marks.kind}" for name, one in own})
 
     def search(self, tensors: Iterable[object]) -> None:
         """Find the parameters outside of the module of which tensors are computed, if this step searches them."""
@@ -254,6 +250,7 @@ def _called(network: torch.nn.Module, _: object) -> None:
 
 
 _plainly = torch.autograd.backward
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # by vmap or grad
 
 
 @wraps(_plainly)
@@ -264,30 +261,31 @@ def _backward(tensors: Tree, *arguments: Tree, **named: Tree) -> None:
     _plainly(tensors, *arguments, **named)
 
 
-def _marks(network: torch.nn.Module) -> dict[str, _Mark]:
-    """Return marks of a network's own tensors, without those of its submodules, that a write changes.
+class _OutsideMarks:
+    """The marks of a network's own tensors, without those of its submodules, that a write changes.
 
     Buffers are copied, because PyTorch does not count the writes of batch norm. Parts of scripted modules are called by
-    no hook, so a scripted module has the marks of all of them.
+    no hook, so a scripted module has the marks of all of them. Tensors that `torch.func.functional_call` puts in place
+    of the network's are left out.
     """
-    recurses = isinstance(network, torch.jit.ScriptModule)
-    marks: dict[str, _Mark] = {name: one.detach().clone() for name, one in network.named_buffers(recurse=recurses)}
-    for name, one in network.named_parameters(recurse=recurses):
-        marks[name] = one.data_ptr(), 0 if one.is_inference() else one._version
-    return marks
 
+    def __init__(self, network: torch.nn.Module) -> None:
+        recurses = isinstance(network, torch.jit.ScriptModule)
+        self.kind = type(network).__qualname__
+        self._buffers = partial(network.named_buffers, recurse=recurses)
+        self._before = {name: None if _is_wrapped(one) else one.detach().clone() for name, one in self._buffers()}
+        named = network.named_parameters(recurse=recurses)
+        self._parameters = WriteMarks(
+            [(name, one) for name, one in named if isinstance(one, torch.nn.Parameter) and not one.is_inference()]
+        )
 
-def _written(network: torch.nn.Module, before: Mapping[str, _Mark]) -> str:
-    """Return the name of a tensor that was written since, or "" if none was."""
-    for name, now in _marks(network).items():
-        then = before.get(name)
-        if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor):
-            is_same = have_same_bits(now, then)
-        else:
-            is_same = type(now) is type(then) and now == then
-        if not is_same:
-            return name
-    return ""
+    def written(self) -> str:
+        """Return the name of a tensor that was written since, or "" if none was."""
+        for name, now in self._buffers():
+            then = self._before.get(name, now[None])  # of another shape, if the buffer is new
+            if then is not None and not have_same_bits(now, then):
+                return name
+        return min(self._parameters.counted(), default="")
 
 
 def _digests(

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from copies import by_copies
 from idiom import CLASSES, FEATURES, WORDS, Apply, Idiom, bits_of, by_trainer, classify, drawn, read, rows_of
 from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from torch_modules import sgd_trainer
 
@@ -240,6 +241,32 @@ def counts_passes(self, x):
     return self.last(x) / self.state
 
 
+def generated(parameters):
+    """Return a maker of a module that computes the parameters of a network outside of it."""
+
+    def make():
+        last, network = nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, x):
+            return functional_call(network, {"weight": parameters(self), "bias": self.last.bias}, (x,))
+
+        return Apply(forward, last=last), classify
+
+    return make
+
+
+def ensemble():
+    """Make three layers that compute at once, through a network without values."""
+    parameters, _ = torch.func.stack_module_state([nn.Linear(FEATURES, CLASSES) for _ in range(3)])
+    base = nn.Linear(FEATURES, CLASSES, device="meta")
+
+    def forward(self, x):
+        of_all = torch.func.vmap(lambda own: functional_call(base, own, (x,)))
+        return of_all({"weight": self.weight, "bias": self.bias}).mean(0)
+
+    return Apply(forward, **{name: nn.Parameter(one.detach()) for name, one in parameters.items()}), classify
+
+
 def plain_layer():
     return Apply(lambda self, x: self.last(x), last=nn.Linear(FEATURES, CLASSES)), classify
 
@@ -270,6 +297,9 @@ TRAINS = [
     Program("a loss that keeps the module", with_loss(keeping_module), like=plain_mlp),
     Program("a lock", of_forward(threading.Lock, holds_a_lock), like=plain_layer),
     Program("a number that forward counts", of_forward(int, counts_passes)),
+    Program("a network with the module's parameters", generated(lambda module: module.last.weight), like=plain_layer),
+    Program("a network with computed parameters", generated(lambda module: module.last.weight.tanh())),
+    Program("an ensemble", ensemble),
     Program("a mode that is left alone", through(lambda: nn.Sequential(with_norm().eval(), nn.Dropout(0.3)))),
 ]
 
