@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from typing import TypeAlias, final
 
@@ -148,8 +149,7 @@ class CollatedSource(SourceFactory):
             return self._parts(source, of_parts, rows)
 
     def _parts(self, source: RandomAccess, of_parts: Sequence[Indices], rows: Sequence[int]) -> list[Batch]:
-        pairs = zip(of_parts, rows, strict=True)
-        kept = [part[: max(count, 1)].tolist() for part, count in pairs]
+        kept = [part[: max(count, 1)].tolist() for part, count in zip(of_parts, rows, strict=True)]
         return [tensors_of(self._collate([source[index] for index in part])) for part in kept]
 
 
@@ -214,6 +214,19 @@ def _cut(leaf: object, count: int, of_each: int) -> Sequence[object]:
             "distribute_dataset a collate_fn"
         )
     return [_aligned(part) for part in ([leaf] if count == 1 else torch.tensor_split(leaf, count))]
+
+
+def copied(batch: Batch) -> Batch:
+    """Return a batch with copies of its tensors and mappings, because loss functions may write or empty theirs."""
+
+    def copied_leaf(leaf: object) -> object:
+        if isinstance(leaf, CollatedBatch):
+            return CollatedBatch(list(map(copied, leaf.parts)), *leaf.shape)
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        return copy.copy(leaf) if isinstance(leaf, Mapping) else leaf
+
+    return trees.map(copied_leaf, batch)
 
 
 def _aligned(leaf: object) -> object:
@@ -407,5 +420,4 @@ def _of_tensors(source: object) -> object:
 
 def _of_arrays(source: object) -> object:
     """Return the source with arrays in place of tensors."""
-    source = _of_tensors(source)
-    return trees.map(lambda leaf: as_array(leaf) if isinstance(leaf, torch.Tensor) else leaf, source)
+    return trees.map(lambda leaf: as_array(leaf) if isinstance(leaf, torch.Tensor) else leaf, _of_tensors(source))

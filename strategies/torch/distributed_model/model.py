@@ -22,7 +22,7 @@ from strategies.core.options import ERROR
 from strategies.core.survival import lost_with_an_instance, meet, surviving, warn_of_loss
 from strategies.errors import StrategyError
 from strategies.strategy import Strategy
-from strategies.torch.data import parts_of, tensors_of
+from strategies.torch.data import copied, parts_of, tensors_of
 from strategies.torch.distributed_model.averaging import GradientAveraging, raise_on_spare
 from strategies.torch.distributed_model.passes import MeanPassResult, PassResult
 from strategies.torch.options import (
@@ -443,8 +443,11 @@ class ReplicaBackward:
             partial(self._turn, replica, losses[place * micro_batches :][:micro_batches], begin)
             for place, replica in enumerate(local)
         ]
-        turns.run(of_step, every, every[0], lambda place, turn, gradients: found.append(turn))
-        if turns.repeats_in(of_step):
+        is_repeated = turns.repeats_in(of_step)
+        first = [partial(loss_fn, part) for part in copied(parts[:micro_batches])] if is_repeated else []
+        again = partial(self._turn, local.start, first, begin)
+        turns.run(of_step, every, again, lambda place, turn, gradients: found.append(turn))
+        if is_repeated:
             check_repetition(replicas, turns.guard.found, step)
         return found
 

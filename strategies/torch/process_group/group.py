@@ -82,8 +82,7 @@ class PopDistProcessGroup(_Base):
     # While PyTorch 2.15 registers the group, it attaches a flight recorder if there are devices, which needs C++.
     @property
     def _device_types(self) -> list[torch.device]:
-        is_registered = self in distributed_c10d._world.pg_map
-        return [torch.device("cpu")] if is_registered else []
+        return [torch.device("cpu")] if self in distributed_c10d._world.pg_map else []
 
     def _get_backend(self, device: torch.device) -> PopDistProcessGroup:
         if torch.device(device).type != "cpu":

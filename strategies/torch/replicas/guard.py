@@ -354,8 +354,7 @@ class WriteMarks:
         return self._where(digests_of([one for _, one in self._named]), self._bits) if self._compares_bits else set()
 
     def _where(self, now: Sequence[object], before: Sequence[object]) -> set[str]:
-        pairs = zip(self._named, now, before, strict=True)
-        return {name for (name, _), one, other in pairs if one != other}
+        return {name for (name, _), one, other in zip(self._named, now, before, strict=True) if one != other}
 
     def check(self) -> None:
         """Raise if a parameter was written since.

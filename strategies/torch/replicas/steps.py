@@ -19,7 +19,7 @@ from strategies.exchange.means import Bucket
 from strategies.jax.replicas.devices import THREADS
 from strategies.jax.replicas.replicas import Replicas
 from strategies.pipelines.running.driver import raise_first
-from strategies.torch.data import parts_of
+from strategies.torch.data import copied, parts_of
 from strategies.torch.exchange.gradients import GradientExchange, raise_gradient_came_twice
 from strategies.torch.exchange.plan import TailValues
 from strategies.torch.options import TorchOptions
@@ -145,8 +145,8 @@ class LocalReplicas:
         parts = parts_of(batch, len(self.replicas), self._options.gradient_accumulation_count)
         self.results = []
         exchange = self.exchange
-        counts = is_due(inputs.turns.number)  # whether gradients come in parts
-        if self._streams and not counts and exchange is not None and exchange.plan.streams:
+        # In due steps it is counted in how many parts gradients come.
+        if self._streams and not is_due(inputs.turns.number) and exchange is not None and exchange.plan.streams:
             yield from self._streamed(parts, inputs, exchange)
             return
         self._take_turns(parts, inputs, make_exchange, None)
@@ -167,8 +167,10 @@ class LocalReplicas:
             partial(self._turn, place, part, inputs, streamed if place == last else None)
             for place, part in enumerate(parts)
         ]
-        again = partial(self._turn, 0, parts[0], inputs, None, is_again=True)
-        self._layers.begin(self.turns.repeats_in(inputs.turns))
+        is_repeated = self.turns.repeats_in(inputs.turns)
+        first = copied(parts[0]) if is_repeated else None
+        again = partial(self._turn, 0, first, inputs, None, is_again=True)
+        self._layers.begin(is_repeated)
         if self._layers.meets and last:
             turns = self._at_once(turns)
 

@@ -1,5 +1,7 @@
 """Batches of a `collate_fn`: ragged rows, lists and names, with the same bits for every number of instances."""
 
+from collections import UserDict
+
 import numpy as np
 import pytest
 import torch
@@ -136,6 +138,25 @@ def test_a_loader_of_the_program_gives_parts_of_unequal_shapes(on_instances):
 
     [one] = on_instances(1, 2, lambda strategy: run(strategy, 2))
     assert on_instances(2, 2, lambda strategy: run(strategy, 1)) == [one] * 2
+
+
+def popped(module, batch):
+    return module(batch.pop("x")).square().mean()
+
+
+def doubled(module, batch):
+    return module(batch.mul_(2)).square().mean()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("part", "loss"), [(lambda x: UserDict(x=x), popped), (lambda x: x, doubled)])
+def test_a_loss_may_take_values_out_of_a_part_or_write_it(part, loss, accumulation):
+    """A batch of the tokenizers of Hugging Face is a `UserDict`."""
+    parts = [part(torch.full((2, 1), 0.5 + number)) for number in range(REPLICAS * accumulation)]
+    module, trainer = begun(strategies.IPUStrategy(REPLICAS), loss, accumulation)
+    trainer.step(CollatedBatch(parts))
+    assert module.weight.item() != 1
+    trainer.close()
 
 
 def test_a_loop_gets_the_parts(everywhere):

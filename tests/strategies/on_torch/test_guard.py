@@ -221,6 +221,18 @@ def cached_table(_):
     return loss
 
 
+def popping(module, batch):
+    """Take a value out of the batch, as Hugging Face's examples take labels."""
+    labels = batch.pop("y")
+    return F.cross_entropy(module(batch["x"]), labels)
+
+
+def written_rows(module, batch):
+    """Write the rows of the batch, as to normalise them."""
+    batch["x"].sub_(batch["x"].mean()).add_(0.1 * torch.randn(batch["x"].shape))
+    return classify(module, batch)
+
+
 def keeping_module(_):
     kept = []
 
@@ -294,6 +306,8 @@ TRAINS = [
     Program("a buffer that is replaced by an equal one", with_loss(equal_center)),
     Program("metrics that count and tell the time", with_loss(counting_metric), like=plain_mlp),
     Program("a constant in a cache", with_loss(cached_table)),
+    Program("a batch of which the loss takes a value", with_loss(lambda _: popping), like=plain_mlp),
+    Program("a batch that the loss writes", with_loss(lambda _: written_rows)),
     Program("a loss that keeps the module", with_loss(keeping_module), like=plain_mlp),
     Program("a lock", of_forward(threading.Lock, holds_a_lock), like=plain_layer),
     Program("a number that forward counts", of_forward(int, counts_passes)),
