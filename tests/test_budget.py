@@ -48,10 +48,10 @@ BUDGET: dict[str, int] = {
     "strategies/core": 1822,
     "strategies/data": 1378,
     "strategies/exchange": 1033,
-    "strategies/jax": 8682,
+    "strategies/jax": 8631,
     "strategies/keras": 2908,
     "strategies/measure": 269,
-    "strategies/pipelines": 2051,
+    "strategies/pipelines": 2049,
     "strategies/sinks": 984,
     "strategies/torch": 8555,
 }

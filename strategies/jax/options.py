@@ -11,14 +11,13 @@ import jax
 from typing_extensions import override
 
 from popdist.switches import require_switches, require_switches_or_none
-from strategies.argument_checks import positive
-from strategies.core.options import CommonOptions, CommonOptionsByName, completed, name_of_dtype
+from strategies.core.options import CommonOptions, CommonOptionsByName, completed
 from strategies.defaults import Defaults
 from strategies.exchange.flat import Shards
 from strategies.jax.gradients.computation import Filter
 from strategies.jax.gradients.gradient_programs import ReplicaPlan
 from strategies.jax.gradients.model_state import ModelStateRule, check_aggregation, has_own
-from strategies.jax.gradients.replica_program import Accumulation, Precision, ReplicaProgram, ReplicaShapes, float_dtype
+from strategies.jax.gradients.replica_program import Precision, ReplicaProgram, ReplicaShapes
 from strategies.jax.programs.recomputation import Policy
 from strategies.jax.replicas.replicas import Replicas
 from strategies.jax.updates.update import UpdateSettings
@@ -125,19 +124,9 @@ class StepOptions(CommonOptions):
             )
 
     @cached_property
-    def accumulation(self) -> Accumulation:
-        """The options by which micro-batches become one gradient."""
-        return Accumulation(
-            positive("gradient_accumulation_count", self.gradient_accumulation_count),
-            self.method,
-            self.gradient_accumulation_dtype,
-            self.map_gradient,
-        )
-
-    @cached_property
     def precision(self) -> Precision:
         """The dtypes in which replicas compute."""
-        return Precision(float_dtype("compute_dtype", name_of_dtype(self.compute_dtype)), self.scaling is not None)
+        return Precision.of(self)
 
     def rule_of(self, model_state: Tree) -> ModelStateRule:
         """Return the rule by which replicas agree on this model state.

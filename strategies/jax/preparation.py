@@ -387,24 +387,15 @@ class StepPrograms:
     def _plan(self, shapes: ReplicaShapes) -> ReplicaPlan:
         """Return a replica's computation for arguments of these shapes."""
         check_takes_state(self._loss_fn, shapes.model_state is not None)
-        options = self._options
-        program = ReplicaProgram(
-            self._replicas,
-            self._loss_fn,
-            shapes,
-            self._trainable(shapes.variables),
-            options.rule_of(shapes.model_state),
-            options.seed,
-            options.accumulation,
-            options.precision,
-            options.transfer,
-            options.check_numerics,
-        )
+        options, pipeline = self._options, self._options.pipeline
+        rule, dtype = options.rule_of(shapes.model_state), options.gradient_accumulation_dtype
+        trainable = self._trainable(shapes.variables)
+        program = ReplicaProgram(self._replicas, self._loss_fn, shapes, trainable, rule, dtype, options)
         on_device = self._planned_on_device(program, shapes)
         if on_device is not None:
             return on_device
-        if options.pipeline is not None:
-            return options.pipeline.plan(self._replicas, program, shapes, self.update_of(shapes.variables).mean_shards)
+        if pipeline is not None:
+            return pipeline.plan(self._replicas, program, shapes, self.update_of(shapes.variables).mean_shards)
         return self._in_one_program(program, shapes)
 
     def _planned_on_device(self, program: ReplicaProgram, shapes: ReplicaShapes) -> JaxGradientPlan | None:
@@ -465,7 +456,7 @@ class StepPrograms:
         if not leaves:
             return
         rows = leaves[0].shape[0]
-        count, replicas = self._options.accumulation.count, self._replicas.num_replicas_in_sync
+        count, replicas = self._options.gradient_accumulation_count, self._replicas.num_replicas_in_sync
         numbers = rows * replicas, rows // count, count, replicas
         logger.info("effective batch %d = micro-batch %d x %d accumulated x %d replicas", *numbers)
 

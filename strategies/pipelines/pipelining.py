@@ -156,7 +156,7 @@ class Pipelining:
         """Return the plan of the stages' programs."""
         if program.places.is_weighted:
             program.check_losses_scalable("the loss of a pipeline has weights")
-        timetable = self.timetable(replicas.grid.ipus_per_replica, program.accumulation.count)
+        timetable = self.timetable(replicas.grid.ipus_per_replica, program.num_micro_batches)
         arguments = Arguments.of(program, shapes, self.take_outputs is not None)
         closed, (_, _, after, outputs) = jax.make_jaxpr(arguments.loss, return_shape=True)(*arguments.shapes)
         check_nothing_captured(closed)

@@ -29,15 +29,15 @@ IN_STRATEGIES = (
     Fault(
         name="two replicas get the same random key",
         path="strategies/jax/gradients/replica_program.py",
-        old="jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), index)",
-        new="jax.random.fold_in(jax.random.key(self._seed), control[STEP])",
+        old="jax.random.fold_in(jax.random.fold_in(jax.random.key(self.options.seed), control[STEP]), index)",
+        new="jax.random.fold_in(jax.random.key(self.options.seed), control[STEP])",
         caught_by="tests/strategies/test_trainer.py::TestKeys::test_keys_differ_for_each_replica_and_step",
     ),
     Fault(
         name="a replica gets the same random key in two steps",
         path="strategies/jax/gradients/replica_program.py",
-        old="jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), index)",
-        new="jax.random.fold_in(jax.random.key(self._seed), index)",
+        old="jax.random.fold_in(jax.random.fold_in(jax.random.key(self.options.seed), control[STEP]), index)",
+        new="jax.random.fold_in(jax.random.key(self.options.seed), index)",
         caught_by="tests/strategies/test_trainer.py::TestKeys::test_keys_differ_for_each_replica_and_step",
     ),
     Fault(
@@ -100,7 +100,7 @@ IN_STRATEGIES = (
     ),
     Fault(
         name="one micro-batch too few is accumulated",
-        path="strategies/jax/gradients/model_state.py",
+        path="strategies/jax/gradients/replica_program.py",
         old="start, (jnp.arange(count), parts)",
         new="start, (jnp.arange(count - 1), jax.tree.map(lambda part: part[1:], parts))",
         caught_by="tests/strategies/test_accumulation.py::test_accumulation_matches_a_loop_on_the_host",

@@ -7,16 +7,11 @@ import optax
 import pytest
 
 import strategies
-from strategies.exchange.flat import GradientTransfer
 from strategies.jax.fused_steps import FusedSteps, probe_of
 from strategies.jax.gradients.computation import Trainable
 from strategies.jax.gradients.model_state import ModelStateRule, control_words
-from strategies.jax.gradients.replica_program import (
-    Accumulation,
-    Precision,
-    ReplicaProgram,
-    ReplicaShapes,
-)
+from strategies.jax.gradients.replica_program import ReplicaProgram, ReplicaShapes
+from strategies.jax.options import StepOptions
 from strategies.jax.updates.update import UpdateSettings, WholeStateUpdate
 from strategies.values import TrainState
 
@@ -48,9 +43,12 @@ class Steps:
 
     def __init__(self, strategy, loss_fn=loss_fn, optimizer=None, variables=None, batch=BATCHES[0], **settings):
         shapes = ReplicaShapes(*jax.tree.map(jax.typeof, (variables or start(), jax.tree.map(jnp.asarray, batch))))
-        trainable, rule = Trainable.of(shapes.variables, None), ModelStateRule.of(None, None)
-        options = Accumulation(), Precision(), GradientTransfer(), False
-        self.program = ReplicaProgram(strategy.replicas, loss_fn, shapes, trainable, rule, SEED, *options)
+        trainable, rule, options = (
+            Trainable.of(shapes.variables, None),
+            ModelStateRule.of(None, None),
+            StepOptions(seed=SEED),
+        )
+        self.program = ReplicaProgram(strategy.replicas, loss_fn, shapes, trainable, rule, None, options)
         self.update = WholeStateUpdate(
             strategy.replicas, optimizer or optax.sgd(0.5, momentum=0.5), UpdateSettings(**settings)
         )

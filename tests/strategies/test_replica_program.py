@@ -1,21 +1,17 @@
 """Program of one replica in a step, without a trainer: gradients, tail, and description."""
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import strategies
-from strategies.exchange.flat import GradientTransfer
 from strategies.jax.gradients.computation import Trainable
 from strategies.jax.gradients.model_state import LOSS_SCALE, NOTICE, STEP, ModelStateRule, control_words
-from strategies.jax.gradients.replica_program import (
-    Accumulation,
-    Precision,
-    ReplicaProgram,
-    ReplicaShapes,
-    float_dtype,
-)
+from strategies.jax.gradients.replica_program import Precision, ReplicaProgram, ReplicaShapes, float_dtype
+from strategies.jax.options import StepOptions
 
 REPLICAS = 4
 VARIABLES = {"b": np.float32(0.5), "w": np.float32([1, -2, 4])}
@@ -34,30 +30,10 @@ def shapes_of(tree):
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
-def program_of(
-    strategy,
-    loss_fn=linear,
-    variables=VARIABLES,
-    batch=BATCH,
-    *,
-    seed=0,
-    accumulation=None,
-    precision=None,
-    transfer=None,
-    checks=False,
-):
-    return ReplicaProgram(
-        strategy.replicas,
-        loss_fn,
-        ReplicaShapes(shapes_of(variables), shapes_of(batch)),
-        Trainable.of(variables, None),
-        ModelStateRule.of(None, None),
-        seed,
-        accumulation or Accumulation(),
-        precision or Precision(),
-        GradientTransfer.parse(transfer),
-        checks,
-    )
+def program_of(strategy, loss_fn=linear, variables=VARIABLES, batch=BATCH, **options):
+    shapes = ReplicaShapes(shapes_of(variables), shapes_of(batch))
+    trainable, rule = Trainable.of(variables, None), ModelStateRule.of(None, None)
+    return ReplicaProgram(strategy.replicas, loss_fn, shapes, trainable, rule, None, StepOptions(**options))
 
 
 def run(program, replica=0, step=0, notice=False, scale=1.0, variables=VARIABLES, batch=BATCH):
@@ -112,7 +88,7 @@ class TestPrecision:
             seen.add((str(variables["w"].dtype), str(batch["x"].dtype), str(batch["id"].dtype)))
             return linear(variables, batch, key)
 
-        program = program_of(strategy, loss, precision=Precision(np.dtype(np.float16)))
+        program = program_of(strategy, loss, compute_dtype="float16")
         tail, gradients = run(program)
         assert seen == {("float16", "float16", "int32")}
         assert [leaf.dtype for leaf in (tail, *gradients)] == [np.float32] * 3
@@ -132,25 +108,27 @@ class TestTheTail:
         wanted = {"loss": LOSS, "rows": 6, "largest": 5}
         assert dict(zip(program.names, tail.tolist(), strict=False)) == wanted
 
-    @pytest.mark.parametrize("scales", [False, True])
-    @pytest.mark.parametrize("checks", [False, True])
+    @pytest.mark.parametrize(("scales", "checks"), [(False, False), (False, True), (True, False)])
     def test_the_tail_has_the_declared_length(self, strategy, scales, checks):
-        program = program_of(strategy, self.loss, precision=Precision(scales_loss=scales), checks=checks)
+        program = program_of(strategy, self.loss, loss_scaling=1.0 if scales else None, check_numerics=checks)
         assert program.places.flags == (2 * REPLICAS if checks else 0)
         assert (program.places.notice, program.places.finite) == (3, 4)
         tail, _ = run(program)
         assert tail.shape == (program.places.size,) == (4 + scales + program.places.flags,)
 
     @pytest.mark.parametrize("notice", [False, True])
-    def test_the_tail_has_the_notice_at_its_place(self, strategy, notice):
-        program = program_of(strategy, self.loss, precision=Precision(scales_loss=True), checks=True)
+    @pytest.mark.parametrize("options", [{"loss_scaling": 1.0}, {"check_numerics": True}])
+    def test_the_tail_has_the_notice_at_its_place(self, strategy, notice, options):
+        program = program_of(strategy, self.loss, **options)
         tail, _ = run(program, notice=notice)
         assert tail[program.places.notice] == notice
         assert not tail[program.places.notice + 1 :].any()
 
     def test_the_tail_flags_each_non_finite_gradient_of_each_replica(self, strategy):
         """Each variable has a row of flags, in tree order, and each replica a column."""
-        program = program_of(strategy, lambda v, batch, key: linear(v, batch, key) + v["b"] * jnp.inf, checks=True)
+        program = program_of(
+            strategy, lambda v, batch, key: linear(v, batch, key) + v["b"] * jnp.inf, check_numerics=True
+        )
         for replica in range(REPLICAS):
             tail, _ = run(program, replica)
             flags = tail[-program.places.flags :].reshape(2, REPLICAS)
@@ -189,7 +167,7 @@ class TestMicroBatches:
             seen.append((batch["x"].shape, batch["id"].shape))
             return linear(variables, batch, key)
 
-        tail, gradients = run(program_of(strategy, loss, accumulation=Accumulation(3)))
+        tail, gradients = run(program_of(strategy, loss, gradient_accumulation_count=3))
         assert set(seen) == {((2, 3), (2,))}
         assert tail[0] == LOSS  # the mean of all micro-batches
         np.testing.assert_allclose(gradients[1], [7.5, 8.5, 9.5], rtol=1e-6)
@@ -197,18 +175,18 @@ class TestMicroBatches:
     def test_rows_that_micro_batches_cannot_share_are_refused(self, strategy):
         words = "with 4 micro-batches, but each replica has 6 rows of the batch, which is not a multiple"
         with pytest.raises(ValueError, match=words):
-            program_of(strategy, accumulation=Accumulation(4))
+            program_of(strategy, gradient_accumulation_count=4)
 
     def test_batches_without_rows_are_refused(self, strategy):
         with pytest.raises(ValueError, match=r"a batch of shape \[0, 3\] has no rows; each replica needs at least one"):
-            program_of(strategy, batch={"x": np.zeros((0, 3), np.float32)}, accumulation=Accumulation(2))
+            program_of(strategy, batch={"x": np.zeros((0, 3), np.float32)}, gradient_accumulation_count=2)
 
 
 class TestTheLossScale:
-    SCALED = Precision(scales_loss=True)
+    SCALED: ClassVar = {"loss_scaling": 1.0}
 
     def test_the_scale_multiplies_the_gradients_and_not_the_loss(self, strategy):
-        program = program_of(strategy, precision=self.SCALED)
+        program = program_of(strategy, **self.SCALED)
         tail, gradients = run(program, scale=8.0)
         assert tail.tolist() == [LOSS, 0, 0]
         assert [np.asarray(leaf).tolist() for leaf in gradients] == [16, [60, 68, 76]]
@@ -219,7 +197,7 @@ class TestTheLossScale:
 
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
     def test_scaling_adds_a_flag_for_non_finite_gradients(self, strategy, bad):
-        program = program_of(strategy, precision=self.SCALED)
+        program = program_of(strategy, **self.SCALED)
         for place, wanted in ((None, 0), (0, 1), (17, 1)):
             x = BATCH["x"].copy()
             if place is not None:
@@ -229,7 +207,7 @@ class TestTheLossScale:
 
     @pytest.mark.parametrize(("transfer", "wanted"), [(None, 0), ("bfloat16", 0), ("float16", 1)])
     def test_an_overflow_in_the_transfer_dtype_is_flagged(self, strategy, transfer, wanted):
-        program = program_of(strategy, precision=self.SCALED, transfer=transfer)
+        program = program_of(strategy, gradient_transfer_dtype=transfer, **self.SCALED)
         tail, _ = run(program, scale=2.0**15)
         assert tail[program.places.finite] == wanted
 
@@ -240,7 +218,7 @@ class TestTransferredGradients:
     )
     def test_gradients_have_the_declared_dtypes(self, strategy, transfer, dtypes):
         variables = VARIABLES | {"w": VARIABLES["w"].astype(np.float16)}
-        program = program_of(strategy, variables=variables, transfer=transfer)
+        program = program_of(strategy, variables=variables, gradient_transfer_dtype=transfer)
         assert [str(result.dtype) for result in program.results] == dtypes
         _, gradients = run(program, variables=variables)
         assert [shapes_of(leaf) for leaf in gradients] == program.results
@@ -258,7 +236,7 @@ class TestTheKey:
         assert tail[1] == jax.random.uniform(key)
 
     def test_the_key_does_not_depend_on_the_notice_or_the_scale(self, strategy):
-        program = program_of(strategy, self.loss, precision=TestTheLossScale.SCALED)
+        program = program_of(strategy, self.loss, **TestTheLossScale.SCALED)
         (one, _), (other, _) = run(program), run(program, notice=True, scale=16.0)
         assert one[1] == other[1]
 
@@ -299,5 +277,5 @@ class TestIndependence:
             return linear(variables, batch, key) * infeed.dequeue()
 
         for loss in (enqueuing, dequeuing):
-            assert not self.traced(program_of(strategy, loss, accumulation=Accumulation(count)))
+            assert not self.traced(program_of(strategy, loss, gradient_accumulation_count=count))
         infeed.delete()

@@ -16,10 +16,9 @@ from jax.typing import ArrayLike
 
 from strategies.core.options import GradientAccumulationReductionMethod, weighted_means
 from strategies.exchange.flat import op_of
-from strategies.jax.programs.feed_program import current_program
 from strategies.jax.programs.xla_pitfalls import with_rounded_products
 from strategies.jax.replicas.devices import is_key
-from strategies.typing import AccumulationDtype, Batch, Leaf, MapGradient, Tree, Variables
+from strategies.typing import AccumulationDtype, Leaf, MapGradient, Tree, Variables
 
 MEAN, FIRST, PER_REPLICA, SUM, ALIKE, CONSTANT = WORDS = ("mean", "first", "per_replica", "sum", "alike", "constant")
 """The rules for the new value of a leaf of the model state.
@@ -239,10 +238,6 @@ def _reduction(reduction: Any, leaf: Leaf) -> str:
 
 # ---- accumulation
 
-UNROLLED = 8
-"""The most micro-batches that are unrolled in the program; in a loop, XLA:CPU takes longer for convolutions. With 8
-micro-batches of a CNN, against 8 updates: unrolled 1.3 times the rows per second, in a loop 0.81 to 0.91."""
-
 
 def accumulator_dtypes(variables: Variables, dtype: AccumulationDtype) -> list[np.dtype]:
     """Return the dtype in which the gradient of each leaf is accumulated.
@@ -276,58 +271,6 @@ def is_float(dtype: np.dtype) -> bool:
 def asks_for_each(dtype: Any) -> bool:
     """Return whether a dtype is a function of the variable; scalar types of NumPy and JAX, also callable, are not."""
     return callable(dtype) and not isinstance(dtype, type) and not hasattr(dtype, "dtype")
-
-
-def accumulate(
-    gradients: Callable[[Batch, jax.Array, Tree], tuple[jax.Array, Sequence[jax.Array], Tree]],
-    batch: Batch,
-    key: jax.Array,
-    model_state: Tree,
-    count: int,
-    method: GradientAccumulationReductionMethod,
-    accumulators: Sequence[jax.ShapeDtypeStruct],
-    values: int,
-    has_collectives: bool = False,
-) -> tuple[jax.Array, Sequence[jax.Array], Tree]:
-    """Accumulate the gradients of all micro-batches of a replica; traceable.
-
-    Args:
-        gradients: `(micro-batch, key, model state) -> (values, gradients, new model state)`; values are float32 of
-            shape [k].
-        batch: Pytree whose leaves have the micro-batches one after another along their first axis.
-        key: Key of the replica and step; micro-batch n gets `fold_in(key, n)`.
-        model_state: Model state for the first micro-batch; each other micro-batch gets the result of the previous one.
-        count: Number of micro-batches, N.
-        method: Reduction method, see `GradientAccumulationReductionMethod`.
-        accumulators: Shapes and dtypes of the accumulators.
-        values: Number of values, k.
-        has_collectives: Whether replicas meet in `gradients`. Micro-batches are then a loop, because their collectives
-            have the same names: unrolled, a replica may reach that of the next micro-batch before that of this one.
-
-    Returns:
-        The mean of the values over the micro-batches, the accumulated gradients, and the last model state.
-    """
-    parts = jax.tree.map(lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch)
-    program = current_program()
-
-    def add(before: Tree, turn: Tree) -> tuple[Tree, None]:
-        total, sums, model_state, token = before
-        number, part = turn
-        with program.inside(token):  # puts the feeds of a micro-batch behind those of the previous micro-batch
-            own, new, model_state = gradients(part, jax.random.fold_in(key, number), model_state)
-            token = program.token
-        sums = [
-            accumulated(method, accumulator, one, number, count) for accumulator, one in zip(sums, new, strict=True)
-        ]
-        return (total + own, sums, model_state, token), None
-
-    sums = [jnp.zeros(each.shape, each.dtype) for each in accumulators]
-    start = (jnp.zeros(values, jnp.float32), sums, model_state, program.token)
-    (total, sums, model_state, token), _ = jax.lax.scan(
-        add, start, (jnp.arange(count), parts), unroll=1 if has_collectives or count > UNROLLED else count
-    )
-    program.advance(token)
-    return total / count, sums, model_state
 
 
 def mapped(

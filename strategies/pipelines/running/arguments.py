@@ -251,7 +251,7 @@ class Arguments:
     ) -> StepArguments:
         """Return the arguments of a step of a replica."""
         of_variables, batch, (number,), (own,), (words,), state, (total,) = self.places
-        count = self.program.accumulation.count
+        count = self.program.num_micro_batches
         each: dict[int, Sequence[StageArray]] = {number: [np.int32(n) for n in range(count)]}
         for place, leaf in zip(batch, rows, strict=True):
             size = leaf.shape[0] // count

@@ -104,14 +104,19 @@ class PipelinePlan(ReplicaPlan):
 
     def __post_init__(self) -> None:
         self.program = program = self.arguments.program
-        staged, settings, gradients = self.staged, program.accumulation, program.num_gradients
+        staged, options, gradients = self.staged, program.options, program.num_gradients
         shapes = {
             place: jax.ShapeDtypeStruct(staged.arguments[place].shape, dtype)
             for place, dtype in zip(staged.weights, program.gradient_dtypes, strict=True)
         }
-        sums = Accumulators(shapes, settings.method, settings.count, settings.map_gradient, program.needs_flags)
-        if settings.map_gradient is not None:
-            self._check_weights_not_shared()
+        rules = options.method, program.num_micro_batches, options.map_gradient
+        sums = Accumulators(shapes, *rules, program.needs_flags)
+        for leaf, place in enumerate(staged.weights):
+            if options.map_gradient is not None and len(staged.readers(place)) > 1:
+                raise ValueError(
+                    f"map_gradient needs the whole gradient of a micro-batch, but variable {leaf} is used by several "
+                    "stages, each of which has a part of it; use it in one stage only, or leave map_gradient out"
+                )
         count = len(staged.segments)
         self.stages = [StagePrograms(staged, number, sums, self.executables_of) for number in range(count)]
         of_stages = [each for stage in self.stages for each in stage.sum_shapes]
@@ -127,14 +132,6 @@ class PipelinePlan(ReplicaPlan):
         self.buckets = [*(group.gradient_layout for group in self.groups), self.last]
         self.schedule_graph = ScheduleGraph.of(self.timetable)
         self._found: dict[tuple[int, jax.Device], jax.stages.Compiled] = {}
-
-    def _check_weights_not_shared(self) -> None:
-        for leaf, place in enumerate(self.staged.weights):
-            if len(self.staged.readers(place)) > 1:
-                raise ValueError(
-                    f"map_gradient needs the whole gradient of a micro-batch, but variable {leaf} is used by several "
-                    "stages, each of which has a part of it; use it in one stage only, or leave map_gradient out"
-                )
 
     # ---- gradients that leave with a segment
 
@@ -255,7 +252,7 @@ class PipelinePlan(ReplicaPlan):
             flags, rest = rest[: len(self.groups)], rest[len(self.groups) :]
             order = np.argsort([leaf for bucket in self.groups for leaf in bucket.gradient_layout.leaves])
             is_bad = jnp.concatenate(flags)[order]
-        tail = program.tail(total / program.accumulation.count, index, control, is_bad)
+        tail = program.tail(total / program.num_micro_batches, index, control, is_bad)
         after = jax.tree.unflatten(program.rule.structure, state)
         means, kept = program.of_state(after)
         return (*flatten(self.last.layout, means, tail, rest), *kept)
