@@ -11,8 +11,8 @@ import keras
 import numpy as np
 
 from strategies.jax.gradients.model_state import FIRST, SUM
+from strategies.jax.programs.captures import digest
 from strategies.jax.programs.feed_program import current_program
-from strategies.jax.programs.users_code import digest
 from strategies.jax.replicas.replica_context import get_replica_context
 from strategies.jax.replicas.replicas import Replicas
 from strategies.keras.checks import check_keras_version
