@@ -20,7 +20,7 @@ from jax.flatten_util import ravel_pytree
 
 from strategies.errors import StrategyError
 from strategies.jax.programs.compilation import key_of
-from strategies.jax.programs.dataflow import depends_on
+from strategies.jax.programs.jaxpr import depends_on
 from strategies.jax.replicas.replica_context import get_replica_context
 from strategies.keras.checks import is_own
 from strategies.keras.patches import Method, method_replaced

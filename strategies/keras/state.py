@@ -15,7 +15,7 @@ from keras.utils import unpack_x_y_sample_weight
 
 from strategies.errors import StrategyError
 from strategies.jax.gradients.model_state import ALIKE, CONSTANT, FIRST, MEAN, SUM
-from strategies.jax.programs.dataflow import looks
+from strategies.jax.programs.jaxpr import looks
 from strategies.typing import Batch, Number, Tree, Variables
 
 Array: TypeAlias = jax.Array | np.ndarray

@@ -25,7 +25,7 @@ from strategies.core.metrics import Metrics
 from strategies.errors import StrategyError
 from strategies.jax.gradients.model_state import ALIKE, CONSTANT, FIRST, MEAN
 from strategies.jax.programs.compilation import jit
-from strategies.jax.programs.dataflow import depends_on, looks
+from strategies.jax.programs.jaxpr import depends_on, looks
 from strategies.jax.replicas.replica_context import get_replica_context
 from strategies.jax.replicas.variables import PartOfArray
 from strategies.keras.callbacks import VariableWatch, bits_of, broadcast, compared

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from strategies.jax.programs.dataflow import first_across_elements, operations
+from strategies.jax.programs.jaxpr import first_across_elements, operations
 
 X = jnp.ones((3, 4))
 

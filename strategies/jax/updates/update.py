@@ -24,8 +24,7 @@ from strategies.exchange.shard_fetcher import ShardFetcher
 from strategies.jax.gradients.gradient_copies import flatten
 from strategies.jax.gradients.model_state import LOSS_SCALE, STEP, accumulator_dtypes, loss_of, weight_of, widened
 from strategies.jax.programs.compilation import compiled_once_per_host, jit, shapes_of
-from strategies.jax.programs.dataflow import first_across_elements, operations
-from strategies.jax.programs.jaxpr import is_read
+from strategies.jax.programs.jaxpr import first_across_elements, is_read, operations
 from strategies.jax.replicas.devices import borrow
 from strategies.jax.replicas.replicas import Replicas
 from strategies.jax.replicas.variables import PartOfArray, ShardedTree, replica_rows, shards_of, take

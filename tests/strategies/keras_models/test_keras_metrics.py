@@ -11,7 +11,7 @@ from keras.src import backend
 from small_models import LABELS, TARGETS, X, dense, linear
 
 from strategies.errors import StrategyError
-from strategies.jax.programs.dataflow import looks
+from strategies.jax.programs.jaxpr import looks
 
 NEEDED = {
     "MeanIoU": {"num_classes": 2},
