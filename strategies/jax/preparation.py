@@ -21,8 +21,7 @@ from strategies.exchange.choice import AUTO, DevicePath, asked_exchange
 from strategies.exchange.means import Bucket, Means
 from strategies.jax.comparing.agreement import digest_of_programs, lines_of, terms_of
 from strategies.jax.gradients.computation import Trainable, check_takes_state
-from strategies.jax.gradients.gradient_copies import copies_for
-from strategies.jax.gradients.gradient_programs import JaxGradientPlan, ReplicaGradients, ReplicaPlan
+from strategies.jax.gradients.gradient_programs import JaxGradientPlan, ReplicaGradients, ReplicaPlan, copies_for
 from strategies.jax.gradients.model_state import PER_REPLICA, asks_for_each, control_words
 from strategies.jax.gradients.replica_program import ReplicaProgram, ReplicaShapes
 from strategies.jax.on_device.paths import path_for

@@ -42,7 +42,7 @@ IN_STRATEGIES = (
     ),
     Fault(
         name="gradients are read where the last step left them, although their buffer has moved",
-        path="strategies/jax/gradients/gradient_copies.py",
+        path="strategies/jax/gradients/gradient_programs.py",
         old="if addresses != self._addresses:",
         new="if not self._addresses:",
         caught_by="tests/strategies/test_prepared_step.py::TestMemory::"

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from pages import page_text
 
+from strategies.exchange.flat import FlatLayout
+from strategies.jax.gradients.gradient_programs import zeros_for
 from strategies.jax.replicas.devices import THREADS, ReplicaDevices, borrow, choose_grid, is_key
 
 LIMIT_S = 60.0
@@ -78,7 +80,8 @@ def test_rows_that_replicas_cannot_share_are_refused(shape):
 
 def test_zeros_are_memory_of_a_replica_alone():
     devices = choose_grid(range(2)).first
-    zeros = [devices.zeros(position, 4096, np.dtype(np.float32)) for position in range(2)]
+    layout = FlatLayout.of([jax.ShapeDtypeStruct((4096,), np.float32)], 0)
+    zeros = [zeros_for(layout, devices.device_of(position))[-1] for position in range(2)]
     assert [array.shape for array in zeros] == [(4096,)] * 2
     assert zeros[0].unsafe_buffer_pointer() != zeros[1].unsafe_buffer_pointer()
 

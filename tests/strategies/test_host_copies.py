@@ -22,7 +22,7 @@ from collectives.errors import CudaError
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.host_copies import HostCopies, Source
 from strategies.exchange.means import Bucket, Means
-from strategies.jax.gradients.gradient_copies import GradientCopies
+from strategies.jax.gradients.gradient_programs import GradientCopies
 from strategies.jax.replicas.devices import ReplicaDevices
 
 ELEMENTS = 300_001

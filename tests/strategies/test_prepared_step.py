@@ -13,7 +13,7 @@ from profiling import call_profiled
 
 import strategies
 from strategies.exchange.flat import private_memory
-from strategies.jax.gradients.gradient_copies import HostViews
+from strategies.jax.gradients.gradient_programs import HostViews
 from strategies.jax.updates.update import in_place
 
 PACKAGE = str(Path(strategies.__file__).parent)

@@ -12,7 +12,7 @@ import pytest
 
 from strategies.exchange.flat import LARGE_BYTES, FlatLayout, GradientTransfer, Shards
 from strategies.exchange.means import Bucket
-from strategies.jax.gradients.gradient_copies import flatten
+from strategies.jax.gradients.gradient_programs import flatten
 
 # ---- the argument
 

@@ -197,11 +197,6 @@ class ReplicaDevices:
         """Return the copy of a tree on each device, given the tree on the first one; on CPUs nothing is copied."""
         return [tree if device == self.devices[0] else jax.device_put(tree, device) for device in self.devices]
 
-    def zeros(self, position: int, size: int, dtype: np.dtype) -> jax.Array:
-        """Return a new array of `size` zeros for the local replica at this position."""
-        zeros: jax.Array = jax.device_put(np.zeros(size, dtype), self.device_of(position), may_alias=False)
-        return zeros
-
 
 def results_of(begun: Sequence[Future[T]]) -> list[T]:
     """Wait for all threads, and return their results; raise the error of the first one that failed."""

@@ -21,7 +21,7 @@ from strategies.errors import StrategyError
 from strategies.exchange.choice import DevicePath
 from strategies.exchange.flat import ALIGNMENT_BYTES, ShardedArrays, Shards
 from strategies.exchange.shard_fetcher import ShardFetcher
-from strategies.jax.gradients.gradient_copies import flatten
+from strategies.jax.gradients.gradient_programs import flatten
 from strategies.jax.gradients.model_state import LOSS_SCALE, STEP, accumulator_dtypes, loss_of, weight_of, widened
 from strategies.jax.programs.compilation import compiled_once_per_host, jit, shapes_of
 from strategies.jax.programs.jaxpr import first_across_elements, is_read, operations

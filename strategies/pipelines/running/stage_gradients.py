@@ -22,8 +22,15 @@ from typing_extensions import override
 from strategies.exchange.flat import FlatLayout, Shards
 from strategies.exchange.means import Allocate
 from strategies.jax.comparing.agreement import lines_of
-from strategies.jax.gradients.gradient_copies import GradientLayout, LeavingBucket, flatten
-from strategies.jax.gradients.gradient_programs import ReplicaGradients, ReplicaPlan, StashMemory
+from strategies.jax.gradients.gradient_programs import (
+    GradientLayout,
+    LeavingBucket,
+    ReplicaGradients,
+    ReplicaPlan,
+    StashMemory,
+    flatten,
+    zeros_for,
+)
 from strategies.jax.replicas.devices import DeviceGrid, borrow
 from strategies.pipelines.running.arguments import Arguments
 from strategies.pipelines.running.driver import SHORT_S, ScheduleGraph, ScheduleRunner, begin_devices, raise_first
@@ -365,7 +372,7 @@ class _ReplicaStep:
             places = [*(plan.device_of(bucket.segment) for bucket in plan.groups), 0]
             layouts = [*(bucket.gradient_layout.layout for bucket in plan.groups), plan.last.layout]
             devices = [self._devices[place] for place in places]
-            self.buffers = list(map(self._zeros, layouts, devices))
+            self.buffers = list(map(zeros_for, layouts, devices))
         self.is_broken = False
         batch, self._index, self._control, own = arguments
         state = plan.program.rule.with_own(others, [borrow(one)[0] for one in own])
@@ -374,12 +381,6 @@ class _ReplicaStep:
         self._flags: dict[int, jax.Array] = {}
         self.runner = ScheduleRunner(
             plan.schedule_graph, begin_s, short_s=SHORT_S if plan.program.is_independent else 0.0
-        )
-
-    @staticmethod
-    def _zeros(layout: FlatLayout, device: jax.Device) -> tuple[jax.Array, ...]:
-        return tuple(
-            jax.device_put(np.zeros(buffer.size, buffer.dtype), device, may_alias=False) for buffer in layout.buffers
         )
 
     @property
@@ -399,16 +400,13 @@ class _ReplicaStep:
 
     def _perform(self, device: int, action: StageAction) -> None:
         self._instruments.replica_begins(self._number, action.stage)
-        self._carry_out(device, action)
-        self._instruments.replica_ends(self._number, action.stage, action.micro_batch or 0)
-
-    def _carry_out(self, device: int, action: StageAction) -> None:
-        if action.kind is not ActionKind.UPDATE:
+        if action.kind is ActionKind.UPDATE:
+            for segment in self._replica.segments_of(device, action.stage):
+                if segment in self._of_segment:
+                    self._finish(*self._of_segment[segment], self._devices[device])
+        else:
             self._replica.perform(device, action)
-            return
-        for segment in self._replica.segments_of(device, action.stage):
-            if segment in self._of_segment:
-                self._finish(*self._of_segment[segment], self._devices[device])
+        self._instruments.replica_ends(self._number, action.stage, action.micro_batch or 0)
 
     def _finish(self, number: int, bucket: StageBucket, device: jax.Device) -> None:
         sums = [self._sum(segment, place, device) for sums in bucket.sums for segment, place in sums]
