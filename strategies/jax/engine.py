@@ -8,6 +8,7 @@ from functools import partial
 from typing import NoReturn, TypeAlias, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from typing_extensions import override
 
@@ -21,10 +22,10 @@ from strategies.exchange.means import Bucket, Means
 from strategies.jax.comparing.agreement import flip_bit, host_arrays
 from strategies.jax.evaluation.tasks import JaxRows
 from strategies.jax.fused_steps import FusedPrograms, Made
-from strategies.jax.gradients.model_state import LEAST_WEIGHT, MEAN, PER_REPLICA, ModelStateRule, has_own
+from strategies.jax.gradients.model_state import LEAST_WEIGHT, MEAN, PER_REPLICA, ModelStateRule, control_words, has_own
 from strategies.jax.gradients.replica_program import ReplicaProgram
 from strategies.jax.layers import JaxLayers
-from strategies.jax.on_device.step import DevicePending, DeviceStep, StepQueue, model_state_after
+from strategies.jax.on_device.step import DevicePending, DeviceStep, StepQueue, model_state_after, scaled_control
 from strategies.jax.options import StepOptions
 from strategies.jax.preparation import PreparedStep, StepPrograms, control_of
 from strategies.jax.replicas.devices import borrow
@@ -176,8 +177,11 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         if made is not None:
             return FusedPending(step.program.names, made[1], notice, made[0])
         if isinstance(step, DeviceStep):
-            arguments = partial(self._programs.arguments, state, unchanging(batch))
-            return DevicePending.begun(step, state, notice, arguments)
+            words: Leaf = control_words(state.step, notice, 1.0)
+            if state.loss_scale is not None:  # the host does not wait for it
+                words = scaled_control(words, jnp.asarray(state.loss_scale.scale, jnp.float32))
+            sums, kept = step.gradients.sums(*self._programs.arguments(state, unchanging(batch), words))
+            return DevicePending(step, state, words, float(notice), sums, kept)
         return self._begun(step, state, batch, control_of(state, notice))
 
     def _made_at_once(self, step: PreparedStep | DeviceStep, state: TrainState, batch: Batch) -> Made | None:
@@ -232,26 +236,14 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         decides = state.held is not None or isinstance(pending, HostPending)  # else the device's program decides
         if not pending.is_weighted or (decides and not bool(pending.is_finite)):
             return replace(state, step=state.step + 1, loss_scale=scale)
-        if state.held is not None:
-            means, control = pending.means()
-            return self._parted_update(pending.step, state, means, control, scale, pending.model_state())
         trainable, model_state = pending.step.program.trainable, pending.model_state()
+        if state.held is not None:
+            after = replace(state, step=state.step + 1, loss_scale=scale, model_state=model_state)
+            ready = ReadyStep(pending.step.update, trainable, *pending.means(), state, self._parts.copied(after))
+            return self._parted.apply(ready)
         trained, optimizer_state = pending.apply(trainable.pick(state.variables), state.optimizer_state)
         variables = trainable.put(state.variables, trained)
         return TrainState(variables, optimizer_state, state.step + 1, scale, model_state)
-
-    def _parted_update(
-        self,
-        step: PreparedStep | DeviceStep,
-        before: TrainState,
-        means: Gradients,
-        control: Leaf,
-        scale: LossScale | None,
-        model_state: Tree,
-    ) -> TrainState:
-        after = replace(before, step=before.step + 1, loss_scale=scale, model_state=model_state)
-        after = self._parts.copied(after)
-        return self._parted.apply(ReadyStep(step.update, step.program.trainable, means, control, before, after))
 
     def _queued(self, state: TrainState, tail: UnreadArray) -> TrainState:
         """Return the state after a step; put the step into the queue if the host has not waited for it."""

@@ -76,7 +76,7 @@ class JaxLayers:
 
     def _divisor(self, state: TrainState, program: ReplicaProgram, tail: UnreadArray) -> UnreadArray:
         divisor: UnreadArray = 1.0
-        if state.loss_scale is not None and self._options.of_update.unscales:
+        if state.loss_scale is not None and self._options.scaling is not None:
             divisor = state.loss_scale.scale
         if program.places.is_weighted:
             divisor = divisor * float(np.asarray(tail)[program.places.weight])

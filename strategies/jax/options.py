@@ -20,7 +20,6 @@ from strategies.jax.gradients.model_state import ModelStateRule, check_aggregati
 from strategies.jax.gradients.replica_program import Precision, ReplicaProgram, ReplicaShapes
 from strategies.jax.programs.recomputation import Policy
 from strategies.jax.replicas.replicas import Replicas
-from strategies.jax.updates.update import UpdateSettings
 from strategies.typing import AccumulationDtype, Tree
 
 
@@ -148,19 +147,6 @@ class StepOptions(CommonOptions):
         return bool(self.offload_optimizer_state if shards is None else shards)
 
     @property
-    def of_update(self) -> UpdateSettings:
-        """The options that change the update of variables."""
-        return UpdateSettings(
-            seed=self.seed,
-            gradient_dtype=self.gradient_accumulation_dtype,
-            unscales=self.scaling is not None,
-            rounds_stochastically=self.stochastic_rounding,
-            offloads_state=bool(self.offload_optimizer_state),
-            shards_state=self.shards_state,
-            min_elements=self.min_elements_for_sharding,
-        )
-
-    @property
     @override
     def unrecoverable_part(self) -> str | None:
         has_own_model_state = has_own(self.model_state_aggregation)
@@ -183,7 +169,7 @@ class StepOptions(CommonOptions):
         return {
             "gradient_accumulation_dtype": _named(self.gradient_accumulation_dtype),
             "map_gradient": _named(self.map_gradient),
-            "offload_optimizer_state": self.of_update.offloads_state,
+            "offload_optimizer_state": bool(self.offload_optimizer_state),
             "stochastic_rounding": self.stochastic_rounding,
             "recompute": _named(self.recompute),
             "model_state_aggregation": self.model_state_aggregation,

@@ -237,7 +237,7 @@ class StepPrograms:
         return found
 
     def _new_update(self, trained: Variables) -> VariableUpdate:
-        return update_for(self._replicas, self.optimizer, self._options.of_update, trained)
+        return update_for(self._replicas, self.optimizer, self._options, trained)
 
     def prepare(self, state: TrainState, batch: Batch) -> PreparedStep | DeviceStep:
         """Return the step for this batch. Collective if its shapes are new.

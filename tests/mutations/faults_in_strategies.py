@@ -108,8 +108,8 @@ IN_STRATEGIES = (
     Fault(
         name="gradients are not divided by the scale of the loss",
         path="strategies/jax/updates/update.py",
-        old="if self._settings.unscales else []",
-        new="if False else []",
+        old="if self._options.scaling is not None:",
+        new="if False:",
         caught_by="tests/strategies/test_updates.py::test_means_are_divided_by_the_loss_scale",
     ),
     Fault(

@@ -12,7 +12,7 @@ from strategies.jax.gradients.computation import Trainable
 from strategies.jax.gradients.model_state import ModelStateRule, control_words
 from strategies.jax.gradients.replica_program import ReplicaProgram, ReplicaShapes
 from strategies.jax.options import StepOptions
-from strategies.jax.updates.update import UpdateSettings, WholeStateUpdate
+from strategies.jax.updates.update import WholeStateUpdate
 from strategies.values import TrainState
 
 BATCHES = [{"x": np.float32([[number, 1], [2, -number]])} for number in (1, 4, 2)]
@@ -50,7 +50,7 @@ class Steps:
         )
         self.program = ReplicaProgram(strategy.replicas, loss_fn, shapes, trainable, rule, None, options)
         self.update = WholeStateUpdate(
-            strategy.replicas, optimizer or optax.sgd(0.5, momentum=0.5), UpdateSettings(**settings)
+            strategy.replicas, optimizer or optax.sgd(0.5, momentum=0.5), StepOptions(**settings)
         )
         self.fused = FusedSteps(self.program, self.update)
 
@@ -96,7 +96,7 @@ def test_each_update_has_the_random_bits_of_its_own_step(alone):
         return variables["w"].astype(jnp.float32).sum() * batch["x"].sum()
 
     begin = {"w": jnp.ones(500, jnp.bfloat16)}
-    settings = {"optimizer": optax.sgd(2.0**-10), "variables": begin, "rounds_stochastically": True, "seed": SEED}
+    settings = {"optimizer": optax.sgd(2.0**-10), "variables": begin, "stochastic_rounding": True, "seed": SEED}
     together, one_by_one = Steps(alone, loss, **settings), Steps(alone, loss, **settings)
     found, wanted = (
         steps({"w": jnp.ones(500, jnp.bfloat16)})[0] for steps in (together.together, one_by_one.one_by_one)

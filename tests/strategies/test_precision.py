@@ -10,7 +10,8 @@ from tiers import first_of
 import strategies
 from strategies import LossScaling, Trainer, cross_replica_ops
 from strategies.jax.gradients.model_state import control_words
-from strategies.jax.updates.update import UpdateSettings, WholeStateUpdate, round_stochastically
+from strategies.jax.options import StepOptions
+from strategies.jax.updates.update import WholeStateUpdate, round_stochastically
 
 RNG = np.random.default_rng(3)
 INPUTS = RNG.standard_normal((32, 5)).astype(np.float32)
@@ -235,6 +236,6 @@ def test_small_updates_count_with_stochastic_rounding(strategy):
 def test_rounding_and_replicas_use_different_random_bits(strategy):
     """A loss function may draw from the key of replica 2 at step 5, which differs from that of variable 2."""
     own = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 5), 2)
-    update = WholeStateUpdate(strategy.replicas, optax.sgd(0.1), UpdateSettings(rounds_stochastically=True))
+    update = WholeStateUpdate(strategy.replicas, optax.sgd(0.1), StepOptions(stochastic_rounding=True))
     bits = update._bits(2, (64,), control_words(5, False, 1.0))
     assert (np.asarray(bits) != np.asarray(jax.random.bits(own, (64,), jnp.uint32))).mean() > 0.9

@@ -8,7 +8,8 @@ import pytest
 
 import strategies
 from strategies.jax.gradients.model_state import control_words
-from strategies.jax.updates.update import UpdateSettings, WholeStateUpdate
+from strategies.jax.options import StepOptions
+from strategies.jax.updates.update import WholeStateUpdate
 
 VARIABLES = {"w": np.array([1.0, -2.0], np.float32), "b": np.float32(0.5)}
 MEANS = {"w": np.array([0.25, 1.0], np.float32), "b": np.float32(-1.0)}
@@ -19,8 +20,8 @@ def alone():
     return strategies.IPUStrategy(1)
 
 
-def updated(strategy, optimizer=None, means=MEANS, variables=VARIABLES, step=0, scale=1.0, **settings):
-    update = WholeStateUpdate(strategy.replicas, optimizer or optax.sgd(0.5), UpdateSettings(**settings))
+def updated(strategy, optimizer=None, means=MEANS, variables=VARIABLES, step=0, scale=1.0, **options):
+    update = WholeStateUpdate(strategy.replicas, optimizer or optax.sgd(0.5), StepOptions(**options))
     placed = jax.tree.map(jnp.array, variables)  # a copy, since the update uses it up
     after, state = update.apply(placed, update.init(placed), means, control_words(step, False, scale))
     update.wait()
@@ -72,7 +73,7 @@ def test_squared_gradients_update_the_weights(strategy):
 
 def test_old_variables_and_state_are_used_up(alone):
     """The donation is declared to the compiler, which may write the new arrays into the same memory."""
-    update = WholeStateUpdate(alone.replicas, optax.sgd(0.5, momentum=0.9), UpdateSettings())
+    update = WholeStateUpdate(alone.replicas, optax.sgd(0.5, momentum=0.9), StepOptions())
     variables = {"w": jax.device_put(np.ones(1000, np.float32), alone.replicas.variables_device)}
     state = update.init(variables)
     jax.block_until_ready((variables, state))
@@ -84,7 +85,7 @@ def test_old_variables_and_state_are_used_up(alone):
 
 def test_means_are_divided_by_the_loss_scale(alone):
     scaled = jax.tree.map(lambda leaf: leaf * 8, MEANS)
-    one, _ = updated(alone, means=scaled, scale=8.0, unscales=True)
+    one, _ = updated(alone, means=scaled, scale=8.0, loss_scaling=8.0)
     other, _ = updated(alone)
     assert strategies.fingerprint(one) == strategies.fingerprint(other)
 
@@ -101,7 +102,7 @@ def test_the_optimizer_gets_gradients_in_the_requested_dtype(alone, dtype, seen)
     watching = optax.stateless(lambda gradients, _: found.append(gradients["w"].dtype) or gradients)
     narrow = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), VARIABLES)
     means = jax.tree.map(lambda leaf: np.asarray(jnp.asarray(leaf, jnp.bfloat16)), MEANS)
-    after, _ = updated(alone, watching, means, narrow, gradient_dtype=dtype)
+    after, _ = updated(alone, watching, means, narrow, gradient_accumulation_dtype=dtype)
     assert {str(each) for each in found} == {seen}
     assert after["w"].dtype == jnp.bfloat16
 
@@ -111,8 +112,8 @@ def test_stochastic_rounding_depends_on_seed_and_step_alone(alone):
     means = {"w": np.full(1000, -(2.0**-9), jnp.bfloat16)}  # a half of it is a quarter of a step
 
     def rounded(step, seed):
-        settings = {"rounds_stochastically": True, "seed": seed}
-        return updated(alone, means=means, variables=variables, step=step, **settings)[0]["w"]
+        options = {"stochastic_rounding": True, "seed": seed}
+        return updated(alone, means=means, variables=variables, step=step, **options)[0]["w"]
 
     again, first, step, seed = (np.asarray(rounded(*way)) for way in ((0, 3), (0, 3), (1, 3), (0, 4)))
     np.testing.assert_array_equal(first, again)
@@ -122,5 +123,5 @@ def test_stochastic_rounding_depends_on_seed_and_step_alone(alone):
 
 
 def test_state_can_lie_in_host_memory_between_updates(alone):
-    _, state = updated(alone, optax.adam(0.1), offloads_state=True)
+    _, state = updated(alone, optax.adam(0.1), offload_optimizer_state=True)
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)} == {"pinned_host"}

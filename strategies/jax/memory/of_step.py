@@ -73,8 +73,8 @@ class MemoryPlanner:
 
     def _of_state(self, state: TrainState, whole: TrainState) -> list[MemoryBlock]:
         variables_lie = HOST if self.replicas.variables_on_host else DEVICE
-        optimizer_lies = HOST if self.options.of_update.offloads_state else variables_lie
-        is_sharded = self.options.of_update.shards_state
+        optimizer_lies = HOST if self.options.offload_optimizer_state else variables_lie
+        is_sharded = self.options.shards_state
         copied = whole.variables, whole.optimizer_state, whole.model_state
         kept = self.replicas.stored.kept
         part = "this instance's part, and a copy of another's" if kept else "this instance's part"

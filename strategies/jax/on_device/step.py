@@ -22,7 +22,7 @@ from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Bucket
 from strategies.jax.comparing.agreement import digest_of
 from strategies.jax.gradients.gradient_programs import JaxGradientPlan
-from strategies.jax.gradients.model_state import ALIKE, FIRST, LOSS_SCALE, PER_REPLICA, ModelStateRule, control_words
+from strategies.jax.gradients.model_state import ALIKE, FIRST, LOSS_SCALE, PER_REPLICA, ModelStateRule
 from strategies.jax.gradients.replica_program import ReplicaProgram
 from strategies.jax.on_device.paths import JaxArithmetic
 from strategies.jax.programs.compilation import jit
@@ -405,28 +405,6 @@ class DevicePending:
     tail: Leaf = None
     is_finite: Leaf = True
     is_weighted: bool = True
-
-    @classmethod
-    def begun(
-        cls,
-        step: DeviceStep,
-        state: TrainState,
-        notice: bool,
-        arguments: Callable[[Leaf], tuple[Tree, Sequence[Tree], Tree]],
-    ) -> DevicePending:
-        """Begin a step, without waiting for the devices.
-
-        Args:
-            step: Programs of the step.
-            state: State before the step.
-            notice: Whether this instance was given a notice.
-            arguments: Function of the control words that returns the arguments of `DeviceGradients.sums`.
-        """
-        control: Leaf = control_words(state.step, notice, 1.0)
-        if state.loss_scale is not None:
-            control = scaled_control(control, jnp.asarray(state.loss_scale.scale, jnp.float32))
-        sums, kept = step.gradients.sums(*arguments(control))
-        return cls(step, state, control, float(notice), sums, kept)
 
     @property
     def buckets(self) -> Iterator[tuple[Bucket, Buffers]]:

@@ -23,6 +23,7 @@ from strategies.exchange.flat import ALIGNMENT_BYTES, ShardedArrays, Shards
 from strategies.exchange.shard_fetcher import ShardFetcher
 from strategies.jax.gradients.gradient_programs import flatten
 from strategies.jax.gradients.model_state import LOSS_SCALE, STEP, accumulator_dtypes, loss_of, weight_of, widened
+from strategies.jax.options import StepOptions
 from strategies.jax.programs.compilation import compiled_once_per_host, jit, shapes_of
 from strategies.jax.programs.jaxpr import first_across_elements, is_read, operations
 from strategies.jax.replicas.devices import borrow
@@ -37,7 +38,7 @@ from strategies.jax.updates.optimizers import (
     StepOptimizer,
 )
 from strategies.stored_shards import StoredReplicas
-from strategies.typing import AccumulationDtype, Function, Gradients, Leaf, OptimizerState, Tree, Variables
+from strategies.typing import Function, Gradients, Leaf, OptimizerState, Tree, Variables
 
 # ---- stochastic rounding
 
@@ -142,29 +143,6 @@ _ROUNDING = 1 << 31  # no step has this number, so the keys for rounding differ 
 
 
 @dataclass(frozen=True)
-class UpdateSettings:
-    """The settings of an update, independent of the optimizer.
-
-    Attributes:
-        seed: Seed of stochastic rounding.
-        gradient_dtype: Dtype in which the optimizer gets the gradients.
-        unscales: Whether the mean gradients are divided by the loss scale.
-        rounds_stochastically: Whether variables of 16 bits are rounded stochastically.
-        offloads_state: Whether optimizer state lies in host memory between updates.
-        shards_state: Whether every replica keeps a part of the optimizer state.
-        min_elements: Least number of elements of a variable whose state is cut.
-    """
-
-    seed: int = 0
-    gradient_dtype: AccumulationDtype = None
-    unscales: bool = False
-    rounds_stochastically: bool = False
-    offloads_state: bool = False
-    shards_state: bool = False
-    min_elements: int = 32
-
-
-@dataclass(frozen=True)
 class Updated:
     """The results of an update on this instance, of which other instances may need parts.
 
@@ -193,7 +171,7 @@ class VariableUpdate(ABC):
     Args:
         replicas: Replicas whose variables are updated.
         optimizer: An optax gradient transformation, or a `StepOptimizer`.
-        settings: Settings of the update.
+        options: Options of the step.
 
     Attributes:
         mean_shards: Shards of the mean gradients, if `apply` takes this instance's part only; None if it takes whole
@@ -202,13 +180,13 @@ class VariableUpdate(ABC):
         first: First replica of each block of whose parts this instance has the optimizer state.
     """
 
-    def __init__(self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings) -> None:
+    def __init__(self, replicas: Replicas, optimizer: AnyOptimizer, options: StepOptions) -> None:
         self.mean_shards: Shards | None = None
         self.path: DevicePath | None = None
         self._state_shards: ShardedTree | None = None  # None: every instance has all of the optimizer state
         self._replicas = replicas
         self._optimizer = optimizer if isinstance(optimizer, StepOptimizer) else OptaxOptimizer(optimizer)
-        self._settings = settings
+        self._options = options
         self._stored = replicas.stored
         self.first = np.array(self._stored.starts, np.int32)
         self._reading: jax.Array | None = None  # ready when the last update has read the gradients
@@ -348,19 +326,21 @@ class VariableUpdate(ABC):
     def _shapes_of(self, variables: Variables) -> tuple[Gradients, Variables]:
         """Return the shapes and dtypes of the gradients that the optimizer gets, and of the variables."""
         leaves, structure = jax.tree.flatten(variables)
-        dtypes = accumulator_dtypes(variables, self._settings.gradient_dtype)
+        dtypes = accumulator_dtypes(variables, self._options.gradient_accumulation_dtype)
         given = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
         return jax.tree.unflatten(structure, given), shapes_of(variables)
 
     def _gradients(self, variables: Variables, means: Gradients, control: jax.Array) -> tuple[Gradients, jax.Array]:
         """Return the mean gradients in the form that the optimizer gets, and their norm."""
         leaves, structure = jax.tree.flatten(means)
-        divisors = [jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)] if self._settings.unscales else []
+        divisors = []
+        if self._options.scaling is not None:
+            divisors.append(jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32))
         if (weight := weight_of(control)) is not None:
             divisors.append(weight)
         if divisors:
             leaves = [_divided(leaf, divisors) for leaf in leaves]
-        dtypes = accumulator_dtypes(variables, self._settings.gradient_dtype)
+        dtypes = accumulator_dtypes(variables, self._options.gradient_accumulation_dtype)
         leaves = [jnp.asarray(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
         # Behind a barrier, so that the sums have the same bits whatever else is done with the gradients.
         squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.lax.optimization_barrier(leaves)]
@@ -368,13 +348,13 @@ class VariableUpdate(ABC):
 
     def _adding(self, bits_of: Callable[[int, jax.Array], jax.Array]) -> Arithmetic:
         """Return the arithmetic of an update, with random bits for stochastic rounding: see `add_stochastically`."""
-        if not self._settings.rounds_stochastically:
+        if not self._options.stochastic_rounding:
             return Arithmetic()
         return Arithmetic(lambda variables, changes: add_stochastically(variables, changes, bits_of))
 
     def _bits(self, number: int, shape: tuple[int, ...], control: jax.Array) -> jax.Array:
         """Return random bits for a variable in a step, the same on every instance."""
-        own = jax.random.fold_in(jax.random.key(self._settings.seed), _ROUNDING)
+        own = jax.random.fold_in(jax.random.key(self._options.seed), _ROUNDING)
         key = jax.random.fold_in(jax.random.fold_in(own, control[STEP]), number)
         return jax.random.bits(key, shape, jnp.uint32)
 
@@ -389,7 +369,7 @@ class VariableUpdate(ABC):
         return self._moved(optimizer_state, None)
 
     def _moved(self, optimizer_state: OptimizerState, kind: str | None) -> OptimizerState:
-        if not self._settings.offloads_state:
+        if not self._options.offload_optimizer_state:
             return optimizer_state
         device = self._replicas.variables_device
         return jax.device_put(optimizer_state, jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
@@ -417,20 +397,20 @@ class WholeStateUpdate(VariableUpdate):
     Args:
         replicas: Replicas whose variables are updated.
         optimizer: An optax gradient transformation, or a `StepOptimizer`.
-        settings: Settings; arrays with fewer elements than its `min_elements` are whole on every instance.
+        options: Options; arrays with fewer elements than `min_elements_for_sharding` are whole on every instance.
         variables: None if each instance keeps all of the state. Otherwise the trained variables; shapes and dtypes are
             enough.
     """
 
     def __init__(
-        self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings, variables: Variables = None
+        self, replicas: Replicas, optimizer: AnyOptimizer, options: StepOptions, variables: Variables = None
     ) -> None:
-        super().__init__(replicas, optimizer, settings)
+        super().__init__(replicas, optimizer, options)
         self._jitted = jit(self.traced, donate_argnums=(0, 1))
         self._program = self.compiled_once(self._jitted)
-        self._is_plain = variables is None and not settings.offloads_state
+        self._is_plain = variables is None and not options.offload_optimizer_state
         if variables is not None:
-            shards = shards_of(replicas, settings.min_elements, keeps_copies=True)
+            shards = shards_of(replicas, options.min_elements_for_sharding, keeps_copies=True)
             shapes = jax.eval_shape(self._optimizer.init, variables)
             is_cut = jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, np.number) and shards.divides(leaf), shapes)
             self._state_shards = ShardedTree(replicas, shards, shapes, is_cut)
@@ -506,18 +486,16 @@ class ShardedStateUpdate(VariableUpdate):
         replicas: Replicas whose variables are updated.
         optimizer: Optimizer that computes every element of the state and the changes from the same elements of the
             gradients, state and variables. Values that depend on all elements are in `StepFacts`.
-        settings: Settings of the update.
+        options: Options of the step.
         variables: Trained variables; shapes and dtypes are enough.
 
     Raises:
         AcrossElementsError: The optimizer looks across elements.
     """
 
-    def __init__(
-        self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings, variables: Variables
-    ) -> None:
-        super().__init__(replicas, optimizer, settings)
-        self._shards = shards_of(replicas, settings.min_elements, keeps_copies=True)
+    def __init__(self, replicas: Replicas, optimizer: AnyOptimizer, options: StepOptions, variables: Variables) -> None:
+        super().__init__(replicas, optimizer, options)
+        self._shards = shards_of(replicas, options.min_elements_for_sharding, keeps_copies=True)
         whole = shapes_of(variables)
         of_whole = self._trace(whole)
         self._check_elementwise(whole, of_whole)
@@ -694,20 +672,20 @@ class ShardedStateUpdate(VariableUpdate):
 
 
 def update_for(
-    replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings, variables: Variables
+    replicas: Replicas, optimizer: AnyOptimizer, options: StepOptions, variables: Variables
 ) -> VariableUpdate:
-    """Return the update of variables: sharded if the settings ask for it and the optimizer allows it, else whole.
+    """Return the update of variables: sharded if the options ask for it and the optimizer allows it, else whole.
 
     Args:
         replicas: Replicas whose variables are updated. The part of a single replica is the whole state.
         optimizer: An optax gradient transformation, or a `StepOptimizer`.
-        settings: Settings of the update.
+        options: Options of the step.
         variables: Trained variables; shapes and dtypes are enough.
     """
-    if not settings.shards_state or replicas.num_replicas_in_sync == 1:
-        return WholeStateUpdate(replicas, optimizer, settings)
+    if not options.shards_state or replicas.num_replicas_in_sync == 1:
+        return WholeStateUpdate(replicas, optimizer, options)
     try:
-        return ShardedStateUpdate(replicas, optimizer, settings, variables)
+        return ShardedStateUpdate(replicas, optimizer, options, variables)
     except AcrossElementsError as error:
         logger.info("%s: its state is kept in parts, and put together for each update", error)
-        return WholeStateUpdate(replicas, optimizer, settings, variables)
+        return WholeStateUpdate(replicas, optimizer, options, variables)
