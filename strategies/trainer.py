@@ -134,11 +134,11 @@ class Trainer:
     @property
     def variable_names(self) -> Sequence[str] | None:
         """The names of the trained variables in sinks, in the order of the pytree; None for their paths in it."""
-        return self._engine.of_layers.variable_names
+        return self._engine.variable_names
 
     @variable_names.setter
     def variable_names(self, names: Sequence[str] | None) -> None:
-        self._engine.of_layers.variable_names = names
+        self._engine.variable_names = names
 
     @property
     def strategy(self) -> Strategy:

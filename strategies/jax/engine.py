@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import NoReturn, TypeAlias, final
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 from typing_extensions import override
 
 from strategies.core.engine import Buffers, Engine, EvaluationTask, ExchangeResult, PendingBatch
-from strategies.core.metrics import Layers, Metrics, UnreadArray
+from strategies.core.metrics import Layers, Metrics, UnreadArray, layer_names
 from strategies.core.options import is_weighted
 from strategies.data.sources import Masked
 from strategies.errors import NonFiniteGradientError
@@ -24,14 +24,14 @@ from strategies.jax.evaluation.tasks import JaxRows
 from strategies.jax.fused_steps import FusedPrograms, Made
 from strategies.jax.gradients.model_state import LEAST_WEIGHT, MEAN, PER_REPLICA, ModelStateRule, control_words, has_own
 from strategies.jax.gradients.replica_program import ReplicaProgram
-from strategies.jax.layers import JaxLayers
 from strategies.jax.on_device.step import DevicePending, DeviceStep, StepQueue, model_state_after, scaled_control
 from strategies.jax.options import StepOptions
 from strategies.jax.preparation import PreparedStep, StepPrograms, control_of
+from strategies.jax.programs.compilation import jit
 from strategies.jax.replicas.devices import borrow
 from strategies.jax.replicas.replicas import Replicas
 from strategies.jax.replicas.sharding import unchanging
-from strategies.jax.replicas.variables import rows_of_replicas
+from strategies.jax.replicas.variables import PartOfArray, rows_of_replicas
 from strategies.jax.shard_backups import PartedUpdate, ReadyStep, ShardBackups, receive_buffers
 from strategies.jax.updates.optimizers import LearningRates
 from strategies.loss_scaling import LossScale
@@ -139,7 +139,8 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
     Attributes:
         may_fuse: Whether a step may be one program: there is one replica, and no record or fault needs values in
             between.
-        of_layers: The layers of a step, for sinks of metrics.
+        variable_names: Names of the trained variables for sinks of metrics, in the order of the pytree; None for their
+            paths in it.
     """
 
     can_keep_copies = True
@@ -157,7 +158,8 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         is_looked_at = replicas.faults.is_armed or is_recorded or replicas.journal.is_kept
         is_plain = options.may_fuse and not has_own(options.model_state_aggregation)
         self.may_fuse = replicas.num_replicas_in_sync == 1 and is_plain and not is_looked_at
-        self.of_layers = JaxLayers(replicas, programs, options)
+        self.variable_names: Sequence[str] | None = None
+        self._known_names: tuple[object, tuple[str, ...]] | None = None  # and what they were made of
         self._fused = FusedPrograms(programs, options.seed)
         self._rows = JaxRows(replicas, options, is_recorded)
         self._queue = StepQueue()
@@ -382,7 +384,36 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
     @override
     def layers(self, state: TrainState, pending: JaxPendings, result: ExchangeResult) -> Layers:
         assert not isinstance(pending, FusedPending)  # a step that is looked at is never made in one program
-        return self.of_layers.of(state, pending.step.program, pending.tail, result)
+        paths, structure = jax.tree_util.tree_flatten_with_path(self._programs.trained(state.variables))
+        chosen = None if self.variable_names is None else tuple(self.variable_names)
+        if self._known_names is None or self._known_names[0] != (structure, chosen):
+            of_paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
+            if chosen is not None and len(chosen) != len(paths):
+                raise ValueError(
+                    f"variable_names has {len(chosen)} names, but {len(paths)} variables are trained: "
+                    f"{', '.join(of_paths)}; give each of them a name, in this order"
+                )
+            self._known_names = (structure, chosen), layer_names(of_paths if chosen is None else chosen)
+        names, variables = self._known_names[1], [leaf for _, leaf in paths]
+        means, shards = result.gradients()
+
+        def gathered(number: int, part: Leaf) -> np.ndarray:
+            assert shards is not None
+            whole = jax.ShapeDtypeStruct(variables[number].shape, part.dtype)
+            return PartOfArray(part, whole, shards, self._replicas).gather(f"the gradient of {names[number]}")
+
+        norms = None if self._replicas.variables_device.platform == "cpu" else device_norms()
+        divisor = self._divisor(state, pending.step.program, pending.tail)
+        return Layers(names, variables, jax.tree.leaves(means), divisor, shards, borrow, gathered, norms)
+
+    def _divisor(self, state: TrainState, program: ReplicaProgram, tail: UnreadArray) -> UnreadArray:
+        """Return the number by which the means of a step are larger than mean gradients."""
+        divisor: UnreadArray = 1.0
+        if state.loss_scale is not None and self._options.scaling is not None:
+            divisor = state.loss_scale.scale
+        if program.places.is_weighted:
+            divisor = divisor * float(np.asarray(tail)[program.places.weight])
+        return divisor
 
     @override
     def learning_rates(self, state: TrainState, steps: int) -> Callable[[int], Mapping[str, float]] | None:
@@ -456,6 +487,19 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
             optimizer_state=self._programs.update_of(state.variables).whole(state.optimizer_state),
             model_state=self._options.rule_of(state.model_state).map_own(of_all, state.model_state),
         )
+
+
+@cache
+def device_norms() -> Callable[[Sequence[Leaf]], jax.Array]:
+    """Return a function that returns the norm of each array, float32, without waiting for it."""
+    return jit(lambda leaves: jnp.stack([_norm(leaf.astype(jnp.float32)) for leaf in leaves]))
+
+
+def _norm(leaf: jax.Array) -> jax.Array:
+    """Return the norm of an array, whose squares may be beyond the range of float32; traceable."""
+    largest = jnp.max(jnp.abs(leaf), initial=0.0)
+    unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1.0)
+    return jnp.sqrt(jnp.sum(jnp.square(leaf / unit))) * unit
 
 
 def flipped(state: TrainState) -> TrainState:

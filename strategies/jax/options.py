@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import jax
 from typing_extensions import override
@@ -13,13 +13,11 @@ from typing_extensions import override
 from popdist.switches import require_switches, require_switches_or_none
 from strategies.core.options import CommonOptions, CommonOptionsByName, completed
 from strategies.defaults import Defaults
-from strategies.exchange.flat import Shards
 from strategies.jax.gradients.computation import Filter
-from strategies.jax.gradients.gradient_programs import ReplicaPlan
+from strategies.jax.gradients.gradient_programs import PipelinePlanner
 from strategies.jax.gradients.model_state import ModelStateRule, check_aggregation, has_own
-from strategies.jax.gradients.replica_program import Precision, ReplicaProgram, ReplicaShapes
+from strategies.jax.gradients.replica_program import Precision
 from strategies.jax.programs.recomputation import Policy
-from strategies.jax.replicas.replicas import Replicas
 from strategies.typing import AccumulationDtype, Tree
 
 
@@ -33,29 +31,6 @@ class TrainerOptions(CommonOptionsByName, total=False):
     model_state_aggregation: Tree
     trainable: Filter
     pipeline: PipelinePlanner | None
-
-
-class PipelinePlanner(Protocol):
-    """The interface of options that cut a replica into stages; `strategies.Pipelining` implements it."""
-
-    @property
-    def terms(self) -> Mapping[str, object]:
-        """The options that must be equal on all instances."""
-
-    def plan(
-        self, replicas: Replicas, program: ReplicaProgram, shapes: ReplicaShapes, shards: Shards | None
-    ) -> ReplicaPlan:
-        """Return the programs of the stages. Called once for each new shape of a batch, on all instances.
-
-        Args:
-            replicas: Places of the replicas.
-            program: Computation of a replica.
-            shapes: Shapes of a replica's arguments.
-            shards: Division of the mean gradients; None for whole ones.
-
-        Raises:
-            ValueError: The program cannot be cut into these stages.
-        """
 
 
 @final

@@ -30,9 +30,10 @@ from strategies.exchange.host_copies import HostCopies, HostSums, PendingCopies,
 from strategies.exchange.means import Allocate, Bucket
 from strategies.exchange.window_path import gpu_of
 from strategies.jax.comparing.agreement import lines_of
-from strategies.jax.gradients.replica_program import ReplicaProgram
+from strategies.jax.gradients.replica_program import ReplicaProgram, ReplicaShapes
 from strategies.jax.programs.jaxpr import every_equation
 from strategies.jax.replicas.devices import DeviceGrid, ReplicaDevices, borrow, is_key, results_of
+from strategies.jax.replicas.replicas import Replicas
 from strategies.typing import Leaf, Tree, Variables
 
 logger = logging.getLogger("strategies.jax")
@@ -467,6 +468,29 @@ class ReplicaPlan(ABC):
             grid: Devices of the replicas.
             allocate: Function that makes memory for results.
             failed: Callback with the error of a replica's program, while other replicas may wait for that replica.
+        """
+
+
+class PipelinePlanner(Protocol):
+    """The interface of options that cut a replica into stages; `strategies.Pipelining` implements it."""
+
+    @property
+    def terms(self) -> Mapping[str, object]:
+        """The options that must be equal on all instances."""
+
+    def plan(
+        self, replicas: Replicas, program: ReplicaProgram, shapes: ReplicaShapes, shards: Shards | None
+    ) -> ReplicaPlan:
+        """Return the programs of the stages. Called once for each new shape of a batch, on all instances.
+
+        Args:
+            replicas: Places of the replicas.
+            program: Computation of a replica.
+            shapes: Shapes of a replica's arguments.
+            shards: Division of the mean gradients; None for whole ones.
+
+        Raises:
+            ValueError: The program cannot be cut into these stages.
         """
 
 
