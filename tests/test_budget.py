@@ -48,7 +48,7 @@ BUDGET: dict[str, int] = {
     "strategies/core": 1822,
     "strategies/data": 1378,
     "strategies/exchange": 1033,
-    "strategies/jax": 8517,
+    "strategies/jax": 8495,
     "strategies/keras": 2908,
     "strategies/measure": 269,
     "strategies/pipelines": 2049,
