@@ -48,10 +48,10 @@ BUDGET: dict[str, int] = {
     "strategies/core": 1822,
     "strategies/data": 1378,
     "strategies/exchange": 1033,
-    "strategies/jax": 8495,
+    "strategies/jax": 8478,
     "strategies/keras": 2908,
     "strategies/measure": 269,
-    "strategies/pipelines": 2049,
+    "strategies/pipelines": 2046,
     "strategies/sinks": 984,
     "strategies/torch": 8555,
 }

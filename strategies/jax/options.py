@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, final
 
 import jax
 from typing_extensions import override
 
 from popdist.switches import require_switches, require_switches_or_none
-from strategies.core.options import CommonOptions, CommonOptionsByName, completed
+from strategies.core.options import CommonOptions, CommonOptionsByName, completed, name_of_dtype
 from strategies.defaults import Defaults
 from strategies.jax.gradients.computation import Filter
 from strategies.jax.gradients.gradient_programs import PipelinePlanner
 from strategies.jax.gradients.model_state import ModelStateRule, check_aggregation, has_own
-from strategies.jax.gradients.replica_program import Precision
+from strategies.jax.gradients.replica_program import cast, float_dtype
 from strategies.jax.programs.recomputation import Policy
 from strategies.typing import AccumulationDtype, Tree
 
@@ -82,7 +81,7 @@ class StepOptions(CommonOptions):
                 "be offloaded to be sharded, as in the original; leave offload_optimizer_state out or make it True"
             )
         check_aggregation(self.model_state_aggregation)
-        _ = self.precision  # raises if the dtype is not a float
+        self.cast(None)  # raises if the dtype is not a float
         if self.pipeline is not None:
             self._check_pipeline_options()
 
@@ -97,10 +96,9 @@ class StepOptions(CommonOptions):
                 "recompute out, and use Pipelining(recompute=True)"
             )
 
-    @cached_property
-    def precision(self) -> Precision:
-        """The dtypes in which replicas compute."""
-        return Precision.of(self)
+    def cast(self, tree: Tree) -> Tree:
+        """Return a tree whose floating-point arrays have the dtype in which replicas compute."""
+        return cast(tree, float_dtype("compute_dtype", name_of_dtype(self.compute_dtype)))
 
     def rule_of(self, model_state: Tree) -> ModelStateRule:
         """Return the rule by which replicas agree on this model state.

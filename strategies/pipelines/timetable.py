@@ -153,11 +153,7 @@ class Timetable:
         Args:
             durations: The durations of actions. Missing ones are 1, or 2 for a whole backward pass.
         """
-        return tuple(simulated(self, durations or {})) if durations else self._spans
-
-    @cached_property
-    def _spans(self) -> tuple[Timed, ...]:
-        return tuple(simulated(self, {}))
+        return tuple(simulated(self, durations or {}))
 
     @cached_property
     def _backward(self) -> tuple[ActionKind, ...]:

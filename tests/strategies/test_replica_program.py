@@ -10,7 +10,7 @@ import pytest
 import strategies
 from strategies.jax.gradients.computation import Trainable
 from strategies.jax.gradients.model_state import LOSS_SCALE, NOTICE, STEP, ModelStateRule, control_words
-from strategies.jax.gradients.replica_program import Precision, ReplicaProgram, ReplicaShapes, float_dtype
+from strategies.jax.gradients.replica_program import ReplicaProgram, ReplicaShapes, cast, float_dtype
 from strategies.jax.options import StepOptions
 
 REPLICAS = 4
@@ -74,12 +74,12 @@ class TestPrecision:
     TREE = {"x": jnp.ones(2), "half": jnp.ones(2, jnp.float16), "id": jnp.arange(3), "is": jnp.array([True])}
 
     def test_only_floating_point_values_are_cast(self):
-        cast = Precision(np.dtype(jnp.bfloat16)).cast(self.TREE | {"key": jax.random.key(0)})
-        found = {name: str(leaf.dtype) for name, leaf in cast.items()}
+        tree = cast(self.TREE | {"key": jax.random.key(0)}, np.dtype(jnp.bfloat16))
+        found = {name: str(leaf.dtype) for name, leaf in tree.items()}
         assert found == {"x": "bfloat16", "half": "bfloat16", "id": "int32", "is": "bool", "key": "key<fry>"}
 
     def test_values_are_not_cast_by_default(self):
-        assert Precision().cast(self.TREE) is self.TREE
+        assert cast(self.TREE, None) is self.TREE
 
     def test_the_loss_function_computes_in_the_dtype_and_gradients_keep_that_of_variables(self, strategy):
         seen = set()

@@ -375,11 +375,10 @@ class EvaluationProgram:
         self, index: jax.Array, variables: Variables, batch: Batch, mask: jax.Array, model_state: Tree
     ) -> Tree:
         key = jax.random.key(self._options.seed)
-        cast = self._options.precision.cast
         context = self._replicas.new_context(index, self._task.title)
         with replica_context(context):
             given = () if model_state is None else (model_state,)
-            computed = self._task(cast(variables), cast(batch), mask, key, *given)
+            computed = self._task(self._options.cast(variables), self._options.cast(batch), mask, key, *given)
         self.is_independent &= context.is_independent
         self._has_feeds |= context.has_feeds
         return computed

@@ -61,35 +61,11 @@ def float_dtype(name: str, dtype: Any) -> np.dtype | None:
     return found
 
 
-@dataclass(frozen=True)
-class Precision:
-    """The dtypes in which a replica computes (mixed precision: Micikevicius et al., 2018).
-
-    Attributes:
-        compute: Dtype to which floating-point variables and batches are cast for the loss function; None leaves them
-            as they are.
-        scales_loss: Whether the loss is multiplied by the scale in the control words.
-    """
-
-    compute: np.dtype | None = None
-    scales_loss: bool = False
-
-    @classmethod
-    def of(cls, options: CommonOptions) -> Precision:
-        """Return the dtypes of a step.
-
-        Raises:
-            ValueError: The compute dtype is no floating-point dtype.
-        """
-        return cls(float_dtype("compute_dtype", name_of_dtype(options.compute_dtype)), options.scaling is not None)
-
-    def cast(self, tree: Tree) -> Tree:
-        """Cast the floating-point arrays of a tree to the compute dtype."""
-        if self.compute is None:
-            return tree
-        return jax.tree.map(
-            lambda leaf: leaf.astype(self.compute) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree
-        )
+def cast(tree: Tree, dtype: np.dtype | None) -> Tree:
+    """Cast the floating-point arrays of a tree, for mixed precision (Micikevicius et al., 2018); None casts nothing."""
+    if dtype is None:
+        return tree
+    return jax.tree.map(lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree)
 
 
 @dataclass(frozen=True)
@@ -128,7 +104,6 @@ class ReplicaProgram:
         trainable: Choice of the trained variables.
         options: Options of the step.
         rule: Rule by which replicas agree on the model state.
-        precision: Dtypes of the computation.
         num_micro_batches: Number of micro-batches of a step.
         gradient_dtypes: Dtypes in which gradients are accumulated and applied, for each trained variable.
         results: Shapes and dtypes of the averaged values that leave the replica, besides the tail: the gradients, then
@@ -160,7 +135,8 @@ class ReplicaProgram:
         self.trainable = trainable
         self.options = options
         self.rule = rule
-        self.precision = Precision.of(options)
+        self._compute_dtype = float_dtype("compute_dtype", name_of_dtype(options.compute_dtype))
+        self._scales_loss = options.scaling is not None
         self.num_micro_batches = int(options.gradient_accumulation_count)
         trained = trainable.pick(shapes.variables)
         self.gradient_dtypes = accumulator_dtypes(trained, accumulation_dtype)
@@ -174,7 +150,7 @@ class ReplicaProgram:
         self._has_collectives = False  # in the loss function; known after `_metric_names`
         flags = len(self.gradient_dtypes) * replicas.num_replicas_in_sync if options.check_numerics else 0
         self.names, is_weighted = self._metric_names(shapes)
-        self.places = TailLayout(self.names, is_weighted, self.precision.scales_loss, flags)
+        self.places = TailLayout(self.names, is_weighted, self._scales_loss, flags)
         if is_weighted:
             self._check_weighted_dtypes()
             if self._has_collectives:
@@ -226,7 +202,7 @@ class ReplicaProgram:
     @property
     def needs_flags(self) -> bool:
         """Whether the tail has flags for gradients that are not finite."""
-        return self.precision.scales_loss or self.options.check_numerics
+        return self._scales_loss or self.options.check_numerics
 
     @staticmethod
     def not_finite(leaves: Sequence[jax.Array]) -> jax.Array:
@@ -245,13 +221,11 @@ class ReplicaProgram:
             is_bad: Flags of gradients that are not finite; needed only with `needs_flags`.
         """
         tail = [values, control[NOTICE, None].astype(jnp.float32)]
-        if self.precision.scales_loss:
-            assert is_bad is not None
-            tail.append(is_bad.any()[None].astype(jnp.float32))
-        if self.options.check_numerics:
-            assert is_bad is not None
-            total = self._replicas.num_replicas_in_sync
-            tail.append((is_bad[:, None] & (jnp.arange(total) == index)).astype(jnp.float32).reshape(-1))
+        if is_bad is not None:
+            flags = is_bad.any()[None]
+            if self.options.check_numerics:  # never together with loss scaling
+                flags = (is_bad[:, None] & (jnp.arange(self._replicas.num_replicas_in_sync) == index)).reshape(-1)
+            tail.append(flags.astype(jnp.float32))
         return jnp.concatenate(tail)
 
     def _key(self, index: jax.Array, control: jax.Array) -> jax.Array:
@@ -374,7 +348,7 @@ class ReplicaProgram:
     ) -> list[jax.Array]:
         """Apply `map_gradient` to the gradients of a micro-batch, after division by the loss scale."""
         function = self.options.map_gradient
-        if function is None or not self.precision.scales_loss:
+        if function is None or not self._scales_loss:
             return mapped(function, gradients, variables, self.needs_flags)
         scale = jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
         plain = [widened(gradient) / scale for gradient in gradients]
@@ -410,7 +384,7 @@ class ReplicaProgram:
     def _called(self, variables: Variables, batch: Batch, key: jax.Array, model_state: Tree) -> Tree:
         """Call the loss function. The model state keeps its dtypes: moving means need them."""
         own = () if self.rule.structure == _NOTHING else (model_state,)
-        return self._loss_fn(self.precision.cast(variables), self.precision.cast(batch), key, *own)
+        return self._loss_fn(cast(variables, self._compute_dtype), cast(batch, self._compute_dtype), key, *own)
 
     def _computed(
         self, variables: Variables, batch: Batch, key: jax.Array, control: jax.Array, model_state: Tree
@@ -421,7 +395,7 @@ class ReplicaProgram:
         if outcome.weight is not None:
             weight = travelling(outcome.weight)
             values = jnp.append(weighted_terms(values, weight), weight)
-        if self.precision.scales_loss:
+        if self._scales_loss:
             loss = loss.astype(jnp.float32) * jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
         return loss, values, outcome
 
@@ -475,7 +449,7 @@ class ReplicaProgram:
             raise ValueError(
                 f"{because}, so map_gradient would get gradients that weights have multiplied; use only one of them"
             )
-        if self.precision.compute == jnp.float16:
+        if self._compute_dtype == jnp.float16:
             raise ValueError(
                 f"{because}, so the loss is multiplied by large weights, which overflow in float16; use "
                 "compute_dtype='bfloat16', or no weights"

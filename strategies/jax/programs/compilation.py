@@ -195,16 +195,15 @@ def folder_lock(folder: Path, wait_s: float = WAIT_S) -> Iterator[bool]:
     """
     # The kernel releases the lock when a process ends in any way.
     path = folder / f".compiling-on-{platform.node()}"
-    try:
-        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:  # the folder is read-only
-        logger.info("%s cannot be locked (%s); every instance compiles by itself", folder, error)
-        yield False
-        return
-    try:
-        yield _lock(descriptor, folder, wait_s)
-    finally:
-        os.close(descriptor)
+    is_held = False
+    with contextlib.ExitStack() as stack:
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            stack.callback(os.close, descriptor)
+            is_held = _lock(descriptor, folder, wait_s)
+        except OSError as error:  # the folder is read-only, or the file system has no locks
+            logger.info("%s cannot be locked (%s); every instance compiles by itself", folder, error)
+        yield is_held
 
 
 def _lock(descriptor: int, folder: Path, wait_s: float) -> bool:
@@ -212,18 +211,15 @@ def _lock(descriptor: int, folder: Path, wait_s: float) -> bool:
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
         except BlockingIOError:
-            if time.monotonic() < deadline:
-                time.sleep(_POLL_S)
-                continue
-            if folder not in _waited_in_vain:
-                _waited_in_vain.add(folder)
-                logger.warning("waited %g s for an instance that compiles in %s; not waiting again", wait_s, folder)
-            return False
-        except OSError as error:  # the file system has no locks
-            logger.info("%s cannot be locked (%s); every instance compiles by itself", folder, error)
-            return False
-        return True
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(_POLL_S)
+    if folder not in _waited_in_vain:
+        _waited_in_vain.add(folder)
+        logger.warning("waited %g s for an instance that compiles in %s; not waiting again", wait_s, folder)
+    return False
 
 
 def explain_recompilation(seen: Sequence[Any], new: Any) -> str | None:
