@@ -45,7 +45,7 @@ BUDGET: dict[str, int] = {
     "strategies": 2129,
     "strategies/checkpoints": 909,
     "strategies/compat": 4215,
-    "strategies/core": 1822,
+    "strategies/core": 1816,
     "strategies/data": 1378,
     "strategies/exchange": 1033,
     "strategies/jax": 8478,

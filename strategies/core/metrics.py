@@ -11,9 +11,8 @@ from typing import TypeAlias
 import numpy as np
 
 from collectives.instruments import Instruments, is_seen
-from popdist.instance import replica_blocks
 from popdist.records.distribution_settings import GRADIENT_NORM, WEIGHT_NORM, DistributionSettings
-from strategies.core.agreement import Members
+from strategies.core.agreement import Members, gather_arrays
 from strategies.exchange.flat import Shards
 from strategies.loss_scaling import LossScale
 from strategies.sinks.sink import NO_DISTRIBUTIONS, Distribution, PlainNumber, Reading, Row
@@ -430,7 +429,8 @@ def _norms_of(
         assert layers.shards is not None
         parts = [(layers.on_host(leaves[number]), layers.variables[number]) for number in cut.tolist()]
         own = [_own_squares(part, variable, layers.shards) for part, variable in parts]
-        sums[cut] = _of_all_replicas(np.array(own), members)
+        of_replicas = gather_arrays(members, [[each] for each in np.transpose(own)], "norms of parts of gradients")
+        sums[cut] = np.transpose([each for [each] in of_replicas])
     return np.sqrt(sums.sum(axis=1))
 
 
@@ -471,12 +471,3 @@ def _own_squares(part: np.ndarray, variable: Leaf, shards: Shards) -> np.ndarray
     if own.size < size:
         own = np.pad(own, (0, size - own.size))
     return squares_of_rows(own.reshape(shards.local, -1))
-
-
-def _of_all_replicas(own: np.ndarray, members: Members) -> np.ndarray:
-    """Return values of all replicas, in their order along the last axis, given those of local ones. Collective."""
-    replicas = members.num_replicas_in_sync
-    found = members.communicator.all_gather(np.ascontiguousarray(own), name="norms of parts of gradients")
-    parts = found.reshape(-1, *own.shape)
-    blocks = replica_blocks(len(parts), replicas)
-    return np.concatenate([part[:, : len(block)] for part, block in zip(parts, blocks, strict=True)], axis=1)
