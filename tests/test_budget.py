@@ -49,7 +49,7 @@ BUDGET: dict[str, int] = {
     "strategies/data": 1378,
     "strategies/exchange": 1033,
     "strategies/jax": 8478,
-    "strategies/keras": 2877,
+    "strategies/keras": 2861,
     "strategies/measure": 269,
     "strategies/pipelines": 2046,
     "strategies/sinks": 984,

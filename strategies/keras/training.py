@@ -32,16 +32,6 @@ from strategies.keras.callbacks import bits_of, broadcast, compared
 from strategies.keras.checkpointing import SavedFit
 from strategies.keras.data import FeedEpoch
 from strategies.keras.extensions import ModelOptions
-from strategies.keras.means import (
-    LossDivision,
-    Mean,
-    NotedDivisors,
-    averaging,
-    by_mean_of_replicas,
-    dividing_by,
-    mean_over_replicas,
-)
-from strategies.keras.optimizer import KerasOptimizer
 from strategies.keras.stages import StagedModel
 from strategies.keras.state import (
     METRICS,
@@ -57,6 +47,16 @@ from strategies.keras.state import (
     results_of,
     seeds_of,
     shape_of,
+)
+from strategies.keras.updates import (
+    KerasOptimizer,
+    LossDivision,
+    Mean,
+    NotedDivisors,
+    averaging,
+    by_mean_of_replicas,
+    dividing_by,
+    mean_over_replicas,
 )
 from strategies.pipelines.pipelining import Pipelining
 from strategies.stored_shards import StoredShards

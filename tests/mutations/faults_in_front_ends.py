@@ -16,7 +16,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="all replicas begin a program with the values of metrics, which are summed",
-        path="strategies/keras/in_programs.py",
+        path="strategies/keras/hook.py",
         old="== SUM and replica}",
         new="== SUM and replica < 0}",
         caught_by="tests/strategies/keras_models/test_keras_in_programs.py::test_metrics_add_over_replicas_with_the_same_bits_on_any_number_of_instances",
@@ -107,7 +107,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="a custom train_step of Keras applies only the gradients of its replica",
-        path="strategies/keras/means.py",
+        path="strategies/keras/updates.py",
         old="= mean(given.arguments[gradients])",
         new="= (mean(given.arguments[gradients]), given.arguments[gradients])[1]",
         caught_by="tests/strategies/keras_models/test_keras_own_steps.py::test_an_own_train_step_is_trained_with_the_mean_of_all_rows",
@@ -549,7 +549,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="variables excluded from weight decay decay with sharded optimizer state",
-        path="strategies/keras/optimizer.py",
+        path="strategies/keras/updates.py",
         old="if optimizer._var_key(old) in excluded",
         new="if False",
         caught_by="tests/strategies/keras_models/test_keras_training.py::test_constraints_and_decay_of_a_variable_hold_for_its_parts",
@@ -563,7 +563,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="a constraint of Keras is ignored with sharded optimizer state",
-        path="strategies/keras/optimizer.py",
+        path="strategies/keras/updates.py",
         old="variable.constraint = own.constraint",
         new="variable.constraint = None",
         caught_by="tests/strategies/keras_models/test_keras_training.py::test_constraints_and_decay_of_a_variable_hold_for_its_parts",

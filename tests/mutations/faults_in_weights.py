@@ -104,14 +104,14 @@ IN_WEIGHTS = (
     ),
     Fault(
         name="replicas of Keras count the same whatever their masks are",
-        path="strategies/keras/means.py",
+        path="strategies/keras/updates.py",
         old="return jnp.where(divisor == 0, NO_ROWS, divisor)",
         new="return jnp.ones(())",
         caught_by=f"{_OF_KERAS}test_training_is_that_of_stock_keras_with_the_rows_of_all_replicas",
     ),
     Fault(
         name="an added loss of Keras counts with the mask of another one",
-        path="strategies/keras/means.py",
+        path="strategies/keras/updates.py",
         old="        return depends\n",
         new="        return False\n",
         caught_by=f"{_OF_KERAS}test_training_is_that_of_stock_keras_with_the_rows_of_all_replicas",

@@ -31,7 +31,7 @@ from collectives.instruments import Instruments
 from popdist import Instance
 from strategies.jax.updates.optimizers import AS_WRITTEN, StepFacts
 from strategies.keras.callbacks import variables_of
-from strategies.keras.optimizer import KerasOptimizer
+from strategies.keras.updates import KerasOptimizer
 
 
 def trained_classifier(strategy):
