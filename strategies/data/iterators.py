@@ -185,7 +185,7 @@ def prefetched(items: Generator[T, None, None], depth: int, first: Sequence[T] =
         yield from first
         yield from items
         return
-    yield from _given(_Worker(items, depth), first)
+    yield from _Worker(items, depth).items(first)
 
 
 class Prefetcher(Generic[T]):
@@ -198,7 +198,7 @@ class Prefetcher(Generic[T]):
 
     def __init__(self, items: Generator[T, None, None], depth: int) -> None:
         self._worker = _Worker(items, depth)
-        self._items: Generator[T, None, None] = _given(self._worker)
+        self._items = self._worker.items()
 
     @property
     def has_next(self) -> bool:
@@ -211,15 +211,6 @@ class Prefetcher(Generic[T]):
     def close(self) -> None:
         """End the thread."""
         self._items.close()
-
-
-def _given(worker: _Worker[T], first: Sequence[T] = ()) -> Generator[T, None, None]:
-    try:
-        worker.start()
-        yield from first
-        yield from worker.items()
-    finally:
-        worker.stop()
 
 
 class _Worker(Generic[T]):
@@ -242,16 +233,18 @@ class _Worker(Generic[T]):
         with self._changed:
             return bool(self._ready)
 
-    def start(self) -> None:
-        # Exit handlers run in reverse order: the thread ends before JAX, imported earlier, clears its backends.
-        forks.at_exit(self.stop)
-        self._thread.start()
-
-    def items(self) -> Generator[T, None, None]:
-        while self._wait_for_item():
-            yield self._take()
-        if self._error is not None:
-            raise self._error
+    def items(self, first: Sequence[T] = ()) -> Generator[T, None, None]:
+        try:
+            # Exit handlers run in reverse order: the thread ends before JAX, imported earlier, clears its backends.
+            forks.at_exit(self.stop)
+            self._thread.start()
+            yield from first
+            while self._wait_for_item():
+                yield self._take()
+            if self._error is not None:
+                raise self._error
+        finally:
+            self.stop()
 
     def stop(self) -> None:
         # At exit the generator is collected after modules have been emptied, and this method has been called before.

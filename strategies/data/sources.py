@@ -339,7 +339,7 @@ class SequentialSource(DataSource):
 def from_iterable(source: Data, layout: Layout) -> DataSource:
     """Return a source that gives replica r the elements r, r + R, r + 2R, ... of an iterable."""
     _require_iterable("the data set", source)
-    length = _length(source)
+    length = length_of(source)
     if length is not None:
         layout.check_length(length)
     steps = None if length is None else layout.steps(length)
@@ -395,9 +395,9 @@ def _side_by_side(shards: Sequence[Iterable[Element]], layout: Layout) -> Iterat
 
 def _shard_lengths(source: Data, own_shard: Data, replicas: int) -> list[int] | None:
     """Return the lengths of all replicas' shards: their own if they have one, else an even split of the source's."""
-    if _length(own_shard) is not None:
+    if length_of(own_shard) is not None:
         return [len(source.shard(replicas, r)) for r in range(replicas)]
-    length = _length(source)
+    length = length_of(source)
     if length is None:
         return None
     return [length // replicas + (r < length % replicas) for r in range(replicas)]
@@ -416,7 +416,8 @@ def _steps_of_shards(lengths: Sequence[int], layout: Layout) -> int:
     return min(lengths) // layout.elements_per_replica
 
 
-def _length(source: Data) -> int | None:
+def length_of(source: Data) -> int | None:
+    """Return the length of a data set; None if it does not know its length."""
     try:
         return len(source)
     except TypeError:  # no __len__, or one that fails for an unknown or infinite length, as TensorFlow's data sets do

@@ -25,18 +25,13 @@ from strategies.core.engine import Results
 from strategies.data.datasets import DistributedDataset
 from strategies.data.layout import Layout, epoch_order
 from strategies.data.randomness import DrawWatch, kept_generators, seed_for, seeded
-from strategies.data.sources import DataSource, Masked, SourceFactory
+from strategies.data.sources import DataSource, Masked, SourceFactory, length_of
 from strategies.keras.patches import ArrayDataAdapter, DataAdapter, can_convert_arrays, get_data_adapter
 from strategies.strategy import Strategy
+from strategies.trees import rows_of
 from strategies.typing import Batch, Data, Number, Tree
 
 Read = Callable[[int], Batch]
-
-
-def rows_of(batch: Batch) -> int:
-    """Return the number of rows of a batch."""
-    rows: int = jax.tree.leaves(batch)[0].shape[0]
-    return rows
 
 
 def own_rows(strategy: Strategy, batch: Batch, accumulated: int) -> Batch:
@@ -292,10 +287,7 @@ class KerasFeed(DataAdapter):
     @property
     def num_batches(self) -> int | None:
         """The number of steps of an epoch; None if unknown."""
-        try:
-            return len(self.dataset)
-        except TypeError:
-            return None
+        return length_of(self.dataset)
 
     @property
     def batch_size(self) -> int:
