@@ -264,7 +264,8 @@ def _install() -> None:
         _installed.extend([everything, aten])
         everything.fallback(torch.library.fallthrough_kernel, _KEY)
         for name in (one for one in torch._C._dispatch_get_all_op_names() if one.startswith("aten::")):
-            if _generator_argument(_schema(name)) is not None:
+            base, _, overload = name.partition(".")
+            if _generator_argument(torch._C._get_schema(base, overload)) is not None:
                 aten.impl(name.removeprefix("aten::"), _drawing(name.removeprefix("aten::")), _KEY)
         for name, with_generator in _OF_INDUCTOR.items():
             aten.impl(name, _drawing(with_generator), _KEY)
@@ -283,11 +284,6 @@ class _GeneratorOfThread:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_generator.now or self._of_process, name)
-
-
-def _schema(name: str) -> torch._C.FunctionSchema:
-    base, _, overload = name.partition(".")
-    return torch._C._get_schema(base, overload)
 
 
 def _generator_argument(schema: torch._C.FunctionSchema) -> int | None:

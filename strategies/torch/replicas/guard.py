@@ -113,7 +113,7 @@ class RepetitionGuard:
         with ExitStack() as hooks:
             if is_repeated and not is_compiled(self._module):  # such a hook would make torch.compile start anew
                 self._own = set(map(id, self._module.modules()))
-                hooks.callback(register_module_forward_pre_hook(_called).remove)
+                hooks.callback(register_module_forward_pre_hook(self._called).remove)
             yield
         outside, self._outside = self._outside, {}
         for marks, turns in outside.values():
@@ -132,9 +132,9 @@ class RepetitionGuard:
         with _guard.using(self):
             yield
 
-    def called(self, network: torch.nn.Module) -> None:
-        """Handle a module that is called."""
-        if id(network) in self._own:
+    def _called(self, network: torch.nn.Module, _: object) -> None:
+        """Handle a module that is called. PyTorch calls this in all threads."""
+        if _guard.now is not self or id(network) in self._own:
             return
         if (known := self._outside.get(id(network))) is not None:
             known[1].add(self._turn)
@@ -242,11 +242,6 @@ def check_repetition(members: Members, found: str, step: int) -> None:
         root = int(np.flatnonzero(finders)[0])
         text = broadcast_text(communicator, found, root, "what has differed in a repeated turn")
         raise StrategyError(f"in step {step} {text}")
-
-
-def _called(network: torch.nn.Module, _: object) -> None:
-    if _guard.now is not None:
-        _guard.now.called(network)
 
 
 _plainly = torch.autograd.backward

@@ -86,7 +86,7 @@ class ReplicaPasses:
     ) -> None:
         self._module, self._memory, self._loss_fn, self._options = module, memory, loss_fn, options
         self._is_on_device, self._layers = is_on_device, layers
-        self._map, self._has_weights = options.mapping(), False
+        self._map, self._is_mapped, self._has_weights = options.mapping(), options.map_gradient is not None, False
 
     def run(
         self,
@@ -155,10 +155,6 @@ class ReplicaPasses:
             weight,
             outputs,
         )
-
-    @property
-    def _is_mapped(self) -> bool:
-        return self._options.map_gradient is not None
 
     def _autocast(self) -> AbstractContextManager[object]:
         dtype = self._options.autocast_dtype

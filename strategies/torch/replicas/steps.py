@@ -238,7 +238,9 @@ class LocalReplicas:
             if streamed is not None:
                 seen = [here or left for here, left in zip(seen, streamed.seen, strict=True)]
             if is_noted:
-                self._instruments.replica_ends(replica, 0, 0 if self.exchange is None else self._last)
+                self._instruments.replica_ends(
+                    replica, 0, 0 if self.exchange is None else len(self.exchange.buckets) - 1
+                )
             changes, slots = self.turns.ended(replica, waits=not self._instances)
             return replace(results, seen=seen, changes=changes, slots=slots), gradients
 
@@ -259,11 +261,6 @@ class LocalReplicas:
     def _drop_gradients(self) -> None:
         for one in self._training.parameters:
             one.grad = None
-
-    @property
-    def _last(self) -> int:
-        assert self.exchange is not None
-        return len(self.exchange.buckets) - 1
 
     def _left(
         self, place: int, parameters: Sequence[torch.Tensor], rows: Mapping[int, torch.Tensor]
@@ -288,17 +285,17 @@ class LocalReplicas:
     ) -> Iterator[tuple[Bucket, Buffers]]:
         """Let the replicas compute in a thread, and yield buckets while the last backward pass runs."""
         ready: SimpleQueue[int] = SimpleQueue()
-        last = len(parts) - 1
-        ended = partial(self._instruments.replica_ends, self.replicas[last], 0)
-        streamed = StreamedGradients(exchange, last, ready.put, ended)
+        last = len(exchange.buckets) - 1
+        ended = partial(self._instruments.replica_ends, self.replicas[-1], 0)
+        streamed = StreamedGradients(exchange, len(parts) - 1, ready.put, ended)
         begun = self._threads.submit(self._take_turns, parts, inputs, None, streamed)
-        begun.add_done_callback(lambda _: ready.put(self._last))
+        begun.add_done_callback(lambda _: ready.put(last))
         try:
             left: set[int] = set()
-            for number in range(self._last + 1):
-                while number not in left and self._last not in left:
+            for number in range(last + 1):
+                while number not in left and last not in left:
                     left.add(ready.get())
-                if self._last in left:
+                if last in left:
                     begun.result()
                 yield exchange.buckets[number], exchange.buffers(number)
         finally:

@@ -160,7 +160,13 @@ class SyncLayers:
             if arrays:
                 self._add(name, arrays, future)
             elif not wait([future], timeout_s).done:
-                self._give_up(name, replica, timeout_s)
+                with self._lock:
+                    missing = [str(one) for one in self.replicas if one not in self._waiting]
+                    if replica in self._waiting and missing:
+                        raise CollectiveTimeoutError(
+                            f"replica {replica} has waited for replica {', '.join(missing)} of this instance in "
+                            f"{name}: gave up after timeout_s = {timeout_s:g}"
+                        )
             total = future.result()  # if all local replicas are there, the collective has a limit of its own
         if self._of_first is not None and replica == self.replicas[0]:
             self._of_first.append(total)
@@ -200,18 +206,6 @@ class SyncLayers:
             )
         )
         return []
-
-    def _give_up(self, name: str, replica: int, timeout_s: float) -> None:
-        """End the meeting of a replica that has waited too long, if local replicas are missing."""
-        with self._lock:
-            missing = [str(one) for one in self.replicas if one not in self._waiting]
-            if replica in self._waiting and missing:
-                self._fail(
-                    CollectiveTimeoutError(
-                        f"replica {replica} has waited for replica {', '.join(missing)} of this instance in {name}: "
-                        f"gave up after timeout_s = {timeout_s:g}"
-                    )
-                )
 
     def _fail(self, error: BaseException) -> None:
         """End the open meeting with an error. The lock is held."""
