@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import threading
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from torch_modules import data, distributed, loss_fn, sgd_trainer
 import strategies
 import strategies.torch
 import strategies.torch.poptorch as poptorch
-from collectives import LayoutMismatchError
+from collectives import CollectiveTimeoutError, LayoutMismatchError
 from strategies import StrategyError
 from strategies.torch.replicas.evaluation import InferenceTurns
 from strategies.torch.tensors import ReplicaMemory
@@ -418,6 +420,23 @@ def test_an_evaluation_takes_no_layers_from_a_loop(on_instances):
 
     for plain, evaluated in on_instances(2, 2, lambda strategy: [loop(strategy, one) for one in (False, True)]):
         assert all(map(torch.equal, plain, evaluated))
+
+
+def test_a_wait_for_a_replica_that_does_not_come_has_a_limit():
+    """The loss function of replica 2 holds up the others for longer than the limit."""
+    strategy, rows = strategies.IPUStrategy(3), torch.arange(12.0).reshape(6, 2)
+    strategy.replicas.communicator.limit_waits(0.1)
+
+    def loss(own, x):
+        if x[0, 0] == rows[4, 0]:
+            threading.Event().wait(0.5)
+        return own(x).square().mean()
+
+    trainer = sgd_trainer(strategy, nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), loss)
+    with pytest.raises(CollectiveTimeoutError, match=r"has waited for replica 2 .* '1', forward.* timeout_s = 0\.1"):
+        trainer.step(rows)
+    assert math.isfinite(trainer.step(rows + 1)["loss"])
+    trainer.close()
 
 
 def test_an_evaluation_refuses_layers_in_training_mode():
