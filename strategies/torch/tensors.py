@@ -234,7 +234,7 @@ class TorchViews:
     def addresses(self, arrays: Sequence[torch.Tensor]) -> list[int]:
         """Wait until contiguous tensors have been computed, and return their addresses."""
         if arrays:
-            _wait(arrays[0])
+            _awaited(arrays[0])
         return [array.data_ptr() for array in arrays]
 
     def dtype_of(self, array: torch.Tensor) -> np.dtype:
@@ -243,20 +243,19 @@ class TorchViews:
 
     def taken(self, view: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
         """Return copies of parts of a flat view, once they are made; they are parts of one tensor."""
-        whole = view.clone()
-        _wait(whole)
+        whole = _awaited(view.clone())
         return [whole[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
     def stacked(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a copy of flat views, stacked along a new first axis, once it is made."""
-        found = torch.stack(list(rows))
-        _wait(found)
-        return found
+        return _awaited(torch.stack(list(rows)))
 
 
-def _wait(tensor: torch.Tensor) -> None:
+def _awaited(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait until a tensor has been computed, and return it."""
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
+    return tensor
 
 
 # ---- devices

@@ -368,7 +368,10 @@ class GradientExchange:
                 if own is not None and (place.bucket, place.buffer) in lent:  # the mean was written over it
                     torch.autograd.graph.increment_version(own)
                     found[number] = None
-            copy_pairs([(one, self._mean(number)) for number, one in enumerate(found) if one is not None])
+            pairs = [(one, self._mean(number)) for number, one in enumerate(found) if one is not None]
+            copy_pairs(pairs, non_blocking=True)
+            if self._gpu is not None and self._path is None:  # the next step may overwrite the means
+                torch.cuda.current_stream(self._gpu).synchronize()
         self.let_go()
         self.give_back()
 

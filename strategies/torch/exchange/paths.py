@@ -161,13 +161,9 @@ class TorchCompiledPath(DevicePath):
                 time.sleep(_POLL_S)
 
     def _meet(self, name: str) -> None:
-        self._open_backend()
-        self._communicator.barrier(name=f"compiled exchange of {name}")
-
-    def _open_backend(self) -> dist.ProcessGroup:
         if self._backend is None:
             raise ClosedError(f"this process group of {self.spread.size} instances has been closed")
-        return self._backend
+        self._communicator.barrier(name=f"compiled exchange of {name}")
 
     # ---- collectives
 
@@ -194,9 +190,10 @@ class TorchCompiledPath(DevicePath):
         self._run("all-gather", lambda one: one._allgather_base(_bytes(into), _bytes(own), options))
 
     def _run(self, what: str, start: Callable[[dist.ProcessGroup], Work | None]) -> None:
-        backend, begun_s = self._open_backend(), time.monotonic()
+        begun_s = time.monotonic()
+        assert self._backend is not None
         try:
-            if (work := start(backend)) is not None:
+            if (work := start(self._backend)) is not None:
                 work.wait()
         except RuntimeError as error:
             waited_s, others = time.monotonic() - begun_s, self.spread.size - 1
@@ -368,12 +365,10 @@ def path_of_loops(replicas: Replicas, device: torch.device, obstacle: str = "") 
 
 def _between_instances(replicas: Replicas, device: torch.device, asked: str) -> DevicePath | None:
     """Return the path that several instances choose for gradients on a device; None for the host. Collective."""
-    gpu = None
+    gpu, uuid = None, ""
     if device.type == "cuda":
-        gpu = device.index or 0
-        choice = replicas.exchange_on(GPU, str(torch.cuda.get_device_properties(device).uuid))
-    else:
-        choice = replicas.exchange_on(device.type, "")
+        gpu, uuid = device.index or 0, str(torch.cuda.get_device_properties(device).uuid)
+    choice = replicas.exchange_on(device.type if gpu is None else GPU, uuid)
     if not choice.is_on_device:
         return None
     communicator = replicas.communicator
