@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 import logging
 import os
 import socket
@@ -27,6 +27,7 @@ from collectives.errors import ClosedError, CollectiveTimeoutError, PeerLostErro
 from collectives.plans.spread import Spread
 from popdist.instance import this_host
 from popdist.process import process
+from strategies.core.agreement import broadcast_text
 from strategies.errors import StrategyError
 from strategies.exchange.choice import AUTO, COMPILED, GPU, HOST, WINDOW, DevicePath, asked_exchange
 from strategies.exchange.flat import fusion_groups
@@ -39,6 +40,7 @@ from strategies.exchange.window_path import (
     windows_if_possible,
 )
 from strategies.jax.replicas.replicas import Replicas
+from strategies.torch.agreement import gather_bytes
 from strategies.torch.tensors import ReplicaMemory, TorchArithmetic, TorchViews, event_on, torch_dtype
 
 logger = logging.getLogger("strategies.exchange")
@@ -47,7 +49,6 @@ FUSED_BYTES = 64 << 20
 """Largest size of buffers that travel together. Copying them costs less than a collective for each."""
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 """The variable by which a user names the network interface for gloo."""
-_ADDRESS = "S512"
 _POLL_S = 0.001
 
 
@@ -256,35 +257,30 @@ def _hosts_of(communicator: Communicator) -> list[str]:
     words = [boot.read_text() if boot.exists() else this_host()]
     with suppress(OSError):
         words.append(os.readlink("/proc/self/ns/net"))
-    place = hashlib.sha256(" ".join(words).encode()).hexdigest()
-    own = np.array(f"{place} {this_host()}".encode(), _ADDRESS)
-    found = communicator.all_gather(own[None].view(np.uint8), name="hosts of PyTorch").view(_ADDRESS).ravel()
-    places, hosts = zip(*(row.decode().split() for row in found), strict=True)
-    return [] if len(set(places)) == 1 else list(hosts)
+    own = json.dumps([words, this_host()]).encode()
+    found = [json.loads(one) for one in gather_bytes(communicator, own, "hosts of PyTorch")]
+    return [] if all(place == words for place, _ in found) else [host for _, host in found]
 
 
-def _store(communicator: Communicator, hosts: Sequence[str], limit: timedelta) -> Store:
+def _store(communicator: Communicator, hosts: Sequence[str], limit: timedelta) -> TCPStore:
     """Return a store that all instances share. Collective. A thread of instance 0 serves it."""
-    addresses, store = np.zeros(communicator.size, _ADDRESS), None
+    store, text = None, ""
     if communicator.rank == 0:
-        store, port = _listening(not hosts, limit)
+        store = _listening(not hosts, limit)
         towards = map(own_address_towards, hosts) if hosts else [LOOPBACK] * communicator.size
-        addresses[:] = [f"{address} {port}".encode() for address in towards]
-    communicator.broadcast(addresses.view(np.uint8), name="address of a store")
-    host, port_of_store = addresses[communicator.rank].decode().split()
-    return store or TCPStore(host, int(port_of_store), is_master=False, timeout=limit, wait_for_workers=False)
+        text = json.dumps([(address, store.port) for address in towards])
+    host, port = json.loads(broadcast_text(communicator, text, 0, "address of a store"))[communicator.rank]
+    return store or TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
 
 
-def _listening(is_local: bool, limit: timedelta) -> tuple[Store, int]:
-    """Return a listening store and its port. If all instances are on this host, it listens to this host only."""
+def _listening(is_local: bool, limit: timedelta) -> TCPStore:
+    """Return a listening store. If all instances are on this host, it listens to this host only."""
     if not is_local:
-        store = TCPStore(this_host(), 0, is_master=True, timeout=limit, wait_for_workers=False)
-        return store, store.port
+        return TCPStore(this_host(), 0, is_master=True, timeout=limit, wait_for_workers=False)
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
         descriptor = listener.detach()  # the store owns it from here on
-    store = TCPStore(LOOPBACK, port, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=descriptor)
-    return store, port
+    return TCPStore(LOOPBACK, port, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def _gloo(store: Store, rank: int, hosts: Sequence[str], size: int, limit: timedelta) -> dist.ProcessGroup:
