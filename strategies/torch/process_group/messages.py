@@ -133,7 +133,6 @@ class WorkQueue:
         self._name = name
         self._changes = threading.Condition()
         self._pending: deque[GroupWork] = deque()
-        self._is_busy = False
         self._runner: int | None = None  # the thread that carries a work out
         self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -142,13 +141,17 @@ class WorkQueue:
         """Carry a work out after all earlier ones; return it, ended unless `is_async`."""
         if self._runner == threading.get_ident():  # in a callback
             work.run()
-            if not is_async:
-                work.wait()
-            return work
+        else:
+            self._begin(work, is_async)
+        if not is_async:
+            work.wait()
+        return work
+
+    def _begin(self, work: GroupWork, is_async: bool) -> None:
         with self._changes:
-            runs_here = not (is_async or self._is_busy or self._pending)
+            runs_here = not (is_async or self._runner or self._pending)
             if runs_here:
-                self._is_busy = True
+                self._runner = threading.get_ident()
             else:
                 self._pending.append(work)
                 if self._thread is None:
@@ -157,14 +160,11 @@ class WorkQueue:
                 self._changes.notify_all()
         if runs_here:
             self._run(work)
-        if not is_async:
-            work.wait()
-        return work
 
     def drain(self) -> None:
         """Wait until no work is pending."""
         with self._changes:
-            self._changes.wait_for(lambda: not (self._pending or self._is_busy))
+            self._changes.wait_for(lambda: not (self._pending or self._runner))
 
     def close(self) -> None:
         """Let the thread end after the pending works."""
@@ -175,21 +175,20 @@ class WorkQueue:
     def _serve(self) -> None:
         while True:
             with self._changes:
-                self._changes.wait_for(lambda: (self._pending and not self._is_busy) or self._is_closed)
+                self._changes.wait_for(lambda: (self._pending and not self._runner) or self._is_closed)
                 if not self._pending:
                     return
-                self._is_busy = True
+                self._runner = threading.get_ident()
                 work = self._pending.popleft()
             self._run(work)
             del work  # its tensors may be freed while this thread waits
 
     def _run(self, work: GroupWork) -> None:
-        self._runner = threading.get_ident()
         try:
             work.run()
         finally:
             with self._changes:
-                self._is_busy, self._runner = False, None
+                self._runner = None
                 self._changes.notify_all()
 
 
