@@ -11,7 +11,7 @@ from strategies.errors import StrategyError
 from strategies.exchange.flat import private_memory
 from strategies.torch.exchange.plan import GradientPlace, TorchGradientPlan
 from strategies.torch.replicas.gradient_map import GroupRow
-from strategies.torch.tensors import HOST, as_array, as_tensor, copy_pairs, torch_dtype
+from strategies.torch.tensors import HOST, as_array, as_tensor, torch_dtype
 from strategies.typing import Leaf
 
 
@@ -72,7 +72,7 @@ class Contribution:
 
     def take(self, gradients: Sequence[torch.Tensor | None], first: int = 0) -> None:
         """Take whole gradients, which `make_whole` has seen. Autograd must be off."""
-        places, pairs, gpus = self._plan.places, [], set()
+        places, views, copied, gpus = self._plan.places, [], [], set()
         for number, gradient in enumerate(gradients, first):
             if gradient is None and self._device is not None:  # new memory has zeros
                 continue
@@ -81,15 +81,16 @@ class Contribution:
                 if gradient is not None and self._lends(place, gradient):
                     continue
                 self.lent.pop((place.bucket, place.buffer), None)
-            if (view := self._views.get(number)) is None:
-                view = self._new_view(number, place)
+            view = self._views[number] if number in self._views else self._new_view(number, place)
             if gradient is None:
                 view.zero_()
                 continue
-            pairs.append((view, gradient))
+            views.append(view)
+            copied.append(gradient)
             if gradient.is_cuda and self._device is None:
                 gpus.add(gradient.device)
-        copy_pairs(pairs, non_blocking=bool(gpus))
+        if copied:
+            torch._foreach_copy_(views, copied, non_blocking=bool(gpus))
         for gpu in gpus:
             torch.cuda.current_stream(gpu).synchronize()
 
@@ -118,17 +119,19 @@ class Contribution:
     def buffer(self, bucket: int, number: int) -> Leaf:
         """Return a buffer of a bucket. If it has copies, the first call allocates it, filled with zeros."""
         key = bucket, number
-        if (memory := self.lent.get(key, self._copies.get(key))) is None:
+        if key in self.lent:
+            return self.lent[key]
+        if key not in self._copies:
             own = self._plan.layouts[bucket].buffers[number]
             if self._device is None and not self._is_locked:
-                memory = private_memory((own.size,), own.dtype)
+                memory: Leaf = private_memory((own.size,), own.dtype)
                 memory[...] = 0
             else:
                 dtype, is_on_host = torch_dtype(own.dtype), self._device is None
                 zeros = torch.zeros(own.size, dtype=dtype, device=self._device, pin_memory=is_on_host)
                 memory = as_array(zeros) if is_on_host else zeros
             self._copies[key] = memory
-        return memory
+        return self._copies[key]
 
     def release(self) -> None:
         """Drop the memory of autograd, and copies on a device."""

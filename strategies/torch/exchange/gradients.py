@@ -162,7 +162,8 @@ class GradientExchange:
             own.make_whole(found := real_views(gradients), first)
             if self._checks:
                 self._are_finite.append(are_finite(found, self._device))
-            separate(found)
+            if len(found) > 1:
+                separate(found)
             if self._path is None:
                 own.take(found, first)
             elif self._is_alone:
@@ -185,12 +186,13 @@ class GradientExchange:
             buffers = [torch.empty(self.plan.tail, dtype=torch.float32, device=self._device)]
         else:
             buffers = [one for [one] in self._buffers_of([own], last)]
-        tail, facts = self._tail_in(buffers), [*enumerate(tail_values.facts[: self.plan.tail])]
+        tail, facts = self._tail_in(buffers), tail_values.facts[: self.plan.tail]
+        on_device = {number: one for number, one in enumerate(facts) if isinstance(one, torch.Tensor)}
         with torch.no_grad():
             if not self.is_of_one:  # the host knows some of them
-                known = [0.0 if isinstance(one, torch.Tensor) else one for _, one in facts]
+                known = [0.0 if number in on_device else one for number, one in enumerate(facts)]
                 tail.copy_(put(torch.tensor(known, dtype=torch.float32), self._device))
-            copy_pairs([(tail[number], one) for number, one in facts if isinstance(one, torch.Tensor)])
+            copy_pairs([(tail[number], one) for number, one in on_device.items()])
         if self._is_alone:
             self._results[last][0] = tail
             return
@@ -298,8 +300,8 @@ class GradientExchange:
 
     def _mean(self, number: int) -> torch.Tensor:
         """Return the memory of a mean as a tensor; if means are sharded, this instance's shard, flat."""
-        if (view := self._received.get(number)) is not None:
-            return view
+        if number in self._received:
+            return self._received[number]
         own, parameter = self.plan.places[number], self.plan.parameters[number]
         mean = self._results[own.bucket][own.buffer]
         if own.buffer not in self.buckets[own.bucket].scattered:
