@@ -188,11 +188,10 @@ class GradientExchange:
             buffers = [one for [one] in self._buffers_of([own], last)]
         tail, facts = self._tail_in(buffers), tail_values.facts[: self.plan.tail]
         on_device = {number: one for number, one in enumerate(facts) if isinstance(one, torch.Tensor)}
-        with torch.no_grad():
-            if not self.is_of_one:  # the host knows some of them
-                known = [0.0 if number in on_device else one for number, one in enumerate(facts)]
-                tail.copy_(put(torch.tensor(known, dtype=torch.float32), self._device))
-            copy_pairs([(tail[number], one) for number, one in on_device.items()])
+        if not self.is_of_one:  # the host knows some of them
+            known = [0.0 if number in on_device else one for number, one in enumerate(facts)]
+            tail.copy_(put(torch.tensor(known, dtype=torch.float32), self._device))
+        copy_pairs([(tail[number], one) for number, one in on_device.items()])
         if self._is_alone:
             self._results[last][0] = tail
             return
