@@ -116,7 +116,6 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         self._settings = StepSettings(training.optimizer)
         self._rows = TorchRows(replicas, options.seed, is_recorded)
         self._local: LocalReplicas | None = None
-        self._path: DevicePath | None = None  # None: the host exchanges gradients
         self._close_path: Callable[[], object] = lambda: None
         self._first_step: int | None = None  # the first step with these replicas and these parts of the module
         self._has_warned = False  # whether it has warned that a lost instance ends the job
@@ -196,14 +195,13 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     def _new_path(self) -> DevicePath | None:
         """Return the path of gradients among the present instances; None if the host exchanges them."""
         self._close_path()
-        self._path = path_for(self._replicas, self._training.memory_of_replicas)
-        self._training.update.path = self._path
-        if self._path is not None:
+        path = self._training.update.path = path_for(self._replicas, self._training.memory_of_replicas)
+        if path is not None:
             # Windows are as large as all gradients: free them with the Trainer, even if it is not closed.
-            closing = weakref.finalize(self, self._path.close)
+            closing = weakref.finalize(self, path.close)
             closing.atexit = False
             self._close_path = closing
-        return self._path
+        return path
 
     def _announce_what_is_trained(self, local: LocalReplicas) -> None:
         """Name newly frozen or thawed parameters in a collective call. If instances differ, the call raises."""
@@ -244,12 +242,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     def planned(self, batch: Batch) -> MemoryPlan:
         """Return the memory plan of a step with this batch and the loss as the only metric. Not collective."""
         plan, replicas, training = self._gradient_plan(1), self._replicas, self._training
-        memory, path, local, state = (
-            training.memory_of_replicas,
-            self._path,
-            len(replicas.local_replicas),
-            training.state(),
-        )
+        memory, path = training.memory_of_replicas, training.update.path
+        local, state = len(replicas.local_replicas), training.state()
         if path is None and replicas.num_instances == 1:  # several instances choose the path in the first step
             path = path_for(replicas, memory)
         size = sum(each.size * each.dtype.itemsize for layout in plan.layouts for each in layout.buffers)
@@ -278,10 +272,11 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         assert self._local is not None
         rows = [one.of_trained for one in self._local.rows]
         insist_on_agreement(self._replicas, [{"metrics": ", ".join(names)}])
+        path = self._training.update.path
         # `grad` refers to means on the host, and programs write to it; a device gets copies.
         on_host = private_memory if memory.is_on_host else communicator.allocate
-        allocate, over = on_host if self._path is None else not_made, self._writes_over
-        return GradientExchange(plan, names, self._replicas, memory, rows, self._path, allocate, over, checks)
+        allocate, over = on_host if path is None else not_made, self._writes_over
+        return GradientExchange(plan, names, self._replicas, memory, rows, path, allocate, over, checks)
 
     def _gradient_plan(self, metrics: int) -> TorchGradientPlan:
         """Return the plan of the gradients, given the number of metrics, and of the weight if there is one."""
@@ -289,8 +284,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         named = training.module.named_parameters()
         parameters = tuple(Parameter.of(name, one) for name, one in named if one.requires_grad)
         tail = Tail.size(metrics, len(parameters), len(training.buffers.slots))
-        if self._path is not None:
-            tail = metrics if self._path.spread.size == 1 else tail
+        if (path := training.update.path) is not None:
+            tail = metrics if path.spread.size == 1 else tail
             return TorchGradientPlan(parameters, options.transfer, tail=tail)
         streams = options.streams_over(self._replicas)
         return TorchGradientPlan(parameters, options.transfer, streams, training.update.shards, tail)
@@ -315,8 +310,6 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             )
         tensors = tensors_of(batch)
         local = self._local_for(batch, tensors)
-        for parameter in self._training.parameters:  # the last gradients would occupy memory beside the new ones
-            parameter.grad = None
         if local.exchange is not None:
             local.exchange.let_go()
         scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)

@@ -131,14 +131,12 @@ class TorchTraining:
 
     def whole(self, state: TrainState) -> TrainState:
         """Return the state with a `PartOfArray` in place of every array that this instance has only in part."""
-        update, optimizer = self.update, state.optimizer_state
-        if update.is_sharded:
-            whole = {
-                number: {name: update.whole(number, array) for name, array in of_parameter.items()}
-                for number, of_parameter in optimizer[STATE].items()
-            }
-            optimizer = {**optimizer, STATE: whole}
-        return replace(state, optimizer_state=optimizer)
+        tree = state.optimizer_state
+        whole = {
+            number: {name: self.update.whole(number, array) for name, array in of_parameter.items()}
+            for number, of_parameter in tree[STATE].items()
+        }
+        return replace(state, optimizer_state={**tree, STATE: whole})
 
     # ---- loading
 

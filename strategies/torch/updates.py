@@ -93,14 +93,13 @@ class TorchUpdate:
         return self._wholes if self.is_sharded else parameters_of(self._optimizer)
 
     def whole(self, number: int, array: np.ndarray) -> np.ndarray | PartOfArray:
-        """Return an array of a parameter's state, as a `PartOfArray` if it is sharded.
+        """Return an array of a parameter's state, as a `PartOfArray` if this instance has only a part of it.
 
         Args:
             number: The number of the parameter in the optimizer.
             array: The array on this instance.
         """
-        whole = self._wholes[number]
-        if not array.ndim or not self._shards.divides(whole):
+        if not self.is_sharded or not array.ndim or not self._shards.divides(whole := self._wholes[number]):
             return array
         shape = ShapeOfArray(tuple(whole.shape), array.dtype)
         return PartOfArray(self._shards.padded(array, whole), shape, self._shards, self._replicas)

@@ -599,8 +599,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="a late instance of a loop drops the gradients that have no mean",
         path="strategies/torch/distributed_model/model.py",
-        old="means.gradients.get(name, begin[parameter])",
-        new="means.gradients.get(name)",
+        old="self._give(means.kept(), begin)",
+        new="self._give(means.kept(), dict.fromkeys(begin))",
         caught_by=f"{_LOSSES}test_a_late_instance_keeps_the_gradients_of_layers_that_no_replica_has_used",
     ),
     Fault(

@@ -110,8 +110,8 @@ IN_TORCH_WEIGHTS = (
     Fault(
         name="an instance that is late does not hear that a step has no weight",
         path="strategies/torch/distributed_model/averaging.py",
-        old="dict(means.buffers), means.weight))",
-        new="dict(means.buffers), None))",
+        old="(means.loss, means.weight, [",
+        new="(means.loss, None, [",
         caught_by=f"{_OF_LOOPS}test_a_late_instance_hears_the_mean_weight",
     ),
 )

@@ -131,8 +131,7 @@ class GradientAveraging:
 
     def _meet_the_others(self) -> None:
         self._communicator = self.replicas.communicator
-        streams = self._options.streams_over(self.replicas)
-        self.layers = SyncLayers(self.module, self.replicas, True, streams)
+        self.layers = SyncLayers(self.module, self.replicas, True, self._options.streams_over(self.replicas))
         self.passes = passes_over(self._communicator)
         self.passes.members.add(self.loop.weights)
 
@@ -235,11 +234,15 @@ class GradientAveraging:
             means: The means on instances that have them; None elsewhere.
             root: The rank of an instance that has them.
         """
-        packed = b""
+        communicator, packed = self.replicas.communicator, b""
         if means is not None:
-            packed = pack_tree((means.loss, dict(means.gradients), dict(means.buffers), means.weight))
-        packed = broadcast_bytes(self.replicas.communicator, packed, root, "which means there are")
-        return MeanPassResult(*unpack_tree(packed, self.device))
+            packed = pack_tree((means.loss, means.weight, [*means.gradients], dict(means.buffers)))
+        packed = broadcast_bytes(communicator, packed, root, "which means there are")
+        loss, weight, names, buffers = unpack_tree(packed, self.device)
+        given = {name: torch.empty_like(one) for name, one in self.watch.named} if means is None else means.gradients
+        gradients = [(name, one) for name in names if (one := given[name]) is not None]
+        receive_tensors(gradients, communicator, root)()
+        return MeanPassResult(loss, dict(gradients), buffers, weight)
 
     # ---- changes of the module
 

@@ -15,7 +15,7 @@ import strategies
 import strategies.torch
 from collectives import LayoutMismatchError
 from strategies import StrategyError
-from strategies.errors import DivergenceError
+from strategies.errors import DisagreementError, DivergenceError
 
 REPLICAS = 3
 STEPS = 3
@@ -537,4 +537,13 @@ def test_instances_that_set_other_numbers_of_steps_are_refused(on_instances):
             model.backward(lambda batch: model(batch).mean(), torch.ones(2, 2))
 
     with pytest.raises(DivergenceError, match="the first array that differs is .*steps_made"):
+        on_instances(2, 2, program)
+
+
+@pytest.mark.parametrize("option", [{"model_state_aggregation": "first"}, {"stream_gradients": True}])
+def test_instances_with_other_options_are_refused_by_name(option, on_instances):
+    def program(strategy):
+        strategies.torch.DistributedModel(nn.Linear(2, 1), strategy, **option if strategy.instance_index else {})
+
+    with pytest.raises(DisagreementError, match=next(iter(option))):
         on_instances(2, 2, program)

@@ -37,7 +37,7 @@ def trained(strategy, module, words=None, **options):
     found = dict(trainer.evaluate(testing))
     [*outputs] = trainer.predict(testing, lambda module, batch: module(batch["x"]))
     state = trainer.state
-    words.append(trainer._engine._path.path_name if trainer._engine._path else "host")
+    words.append(trainer._training.update.path.path_name if trainer._training.update.path else "host")
     trainer.close()
     return losses, found, *map(strategies.fingerprint, (outputs, dict(state.variables), state.model_state))
 

@@ -314,7 +314,7 @@ def test_a_module_exchanges_on_the_host_on_request(on_instances):
         trainer, dataset = begun(strategy, MLP)
         trainer.step(next(dataset.epoch(0)))
         trainer.close()
-        return trainer._engine._path
+        return trainer._training.update.path
 
     assert on_instances(1, 2, function, defaults=Defaults(exchange="host")) == [None]
 
@@ -371,7 +371,7 @@ def test_a_dropped_trainer_keeps_no_windows(on_instances):
     def function(strategy):
         trainer, dataset = begun(strategy, MLP)
         trainer.step(next(dataset.epoch(0)))
-        return trainer._engine._path
+        return trainer._training.update.path
 
     paths = on_instances(2, 2, function, defaults=Defaults(exchange="window"))
     gc.collect()  # once: two threads that collect at the same time hinder each other
