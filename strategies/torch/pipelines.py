@@ -13,7 +13,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from typing import Protocol
 import torch
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 import strategies.trees as trees
@@ -100,7 +101,7 @@ class DiscoveredStages:
     def __init__(self, placing: StagePlacing) -> None:
         self._placing = placing
         self._devices: dict[int, int] = {}  # by stage
-        self._of_parameters: dict[int, int] = {}  # the device that uses a parameter, by the parameter's id
+        self._of_parameters: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()  # the devices that use them
         self._lock = threading.Lock()
 
     def of(self, name: str, ipu: int | None) -> int:
@@ -132,7 +133,7 @@ class DiscoveredStages:
             StrategyError: If a stage on another device uses it too.
         """
         device = self._devices.get(stage, stage)
-        other = self._of_parameters.setdefault(id(parameter), device)
+        other = self._of_parameters.setdefault(parameter, device)
         if other != device:
             raise StrategyError(
                 f"a parameter of shape {[*parameter.shape]} is used on the devices {other} and {device}; use it on one"

@@ -230,6 +230,35 @@ def test_micro_batches_may_take_different_paths(schedule):
     assert all(map(torch.equal, *found))
 
 
+class Grouped(nn.Module):
+    """Stages with a parameter each, of which every replica has its own row."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.ParameterList(nn.Parameter(torch.full((2, 6, 6), 0.1 * (stage + 1))) for stage in range(4))
+
+    def forward(self, x):
+        for stage, row in enumerate(self.rows):
+            with poptorch.Block(str(stage), ipu_id=stage):
+                x = torch.tanh(x @ row)
+        return x.square().mean()
+
+
+def test_stages_have_parameters_with_a_row_for_each_replica():
+    """The rows of a step are new tensors, which may lie where those of another stage were."""
+    found = []
+    for execution in (poptorch.PipelinedExecution(), None):
+        module = Grouped()
+        options = new_options(execution, replicas=2, iterations=16)
+        training = poptorch.trainingModel(module, options, torch.optim.SGD(module.parameters(), 0.1))
+        for parameter in module.parameters():
+            parameter.replicaGrouping(poptorch.CommGroupType.NoGrouping)
+        training(torch.randn(2 * COUNT * 16, 6, generator=torch.Generator().manual_seed(4)))
+        training.destroy()
+        found.append([one.detach() for one in module.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 def test_stages_run_concurrently_in_the_order_of_the_timetable(network):
     """A stage waits in the forward pass of the second micro-batch until the next stage has the first one."""
     met, barrier = [], threading.Barrier(2, timeout=100)
