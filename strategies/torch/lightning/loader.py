@@ -56,11 +56,6 @@ class ReplicaBatches:
         """Return the number of local replicas with rows."""
         return len(self._of_each)
 
-    @property
-    def replicas(self) -> list[int]:
-        """The global indices of these replicas."""
-        return list(self._of_each)
-
     def __getitem__(self, replica: int) -> Batch:
         """Return the batch of a replica, given its global index."""
         return self._of_each[replica]
@@ -88,7 +83,7 @@ def by_replica(batch: object) -> ReplicaBatches:
     parts, structure = tree_flatten(batch)
     there = [one for one in parts if isinstance(one, ReplicaBatches)]
     are_dealt = all(isinstance(one, ReplicaBatches | None) for one in parts)  # None: a loader that has ended
-    if there and are_dealt and all(one.replicas == there[0].replicas for one in there):
+    if there and are_dealt and all(dict(one.items()).keys() == dict(there[0].items()).keys() for one in there):
         return there[0].map(lambda replica, _: tree_unflatten([one and one[replica] for one in parts], structure))
     raise StrategyError(
         f"the strategy 'popdist' got a batch of type {type(batch).__name__} that was not dealt to replicas; give "

@@ -181,9 +181,8 @@ class PopDistLightningStrategy(ParallelStrategy):
 
     @num_nodes.setter
     def num_nodes(self, number: int) -> None:
-        assert self.cluster_environment is not None
         devices = len(self.parallel_devices or ()) if self._is_on_cpu else 1
-        self.cluster_environment.validate_settings(devices, number)
+        PopDistEnvironment(self.strategy).validate_settings(devices, number)
 
     @property
     def _is_on_cpu(self) -> bool:
@@ -380,7 +379,7 @@ class PopDistLightningStrategy(ParallelStrategy):
         self._check_outside_step("reduce")
         kind = str(getattr(reduce_op, "name", reduce_op) or "mean").lower().rpartition(".")[2]
         kind = {"avg": "mean"}.get(kind, kind)
-        value = tensor if isinstance(tensor, torch.Tensor) else torch.tensor(tensor)
+        value = torch.as_tensor(tensor)
         own = host_array(value).copy()
         communicator = self.strategy.communicator
         if kind == "mean":
