@@ -220,6 +220,9 @@ def compare_tensors(replicas: Replicas, named: Sequence[tuple[str, torch.Tensor]
     insist_on_same_bits(replicas, {name: host_array(real_view(tensor)) for name, tensor in named}, step)
 
 
+SETTINGS_CHANGED = "a replica has changed the optimizer's settings, as scheduler.step() does; change them between steps"
+
+
 class StepSettings:
     """The settings of a training: `requires_grad`, and the numbers and members of the optimizer's groups."""
 
@@ -237,11 +240,7 @@ class StepSettings:
         seen: list[object] = [one.requires_grad for one in parameters]
         for group in self._optimizer.param_groups:
             seen += map(id, group[PARAMS])
-            seen += [
-                float(one) if isinstance(one, torch.Tensor) and one.numel() == 1 else one
-                for name, one in group.items()
-                if name != PARAMS
-            ]
+            seen += [float(one) if _is_scalar(one) else one for name, one in group.items() if name != PARAMS]
         if seen != self._seen:
             self._seen, self._hash = seen, self._hashed(parameters)
         return hash_at_step(step, self._hash)

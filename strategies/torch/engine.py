@@ -31,6 +31,7 @@ from strategies.loss_scaling import LossScale, LossScaling
 from strategies.pipelines.timetable import Timed
 from strategies.placeholders import fill, placeholders_like
 from strategies.torch.agreement import (
+    SETTINGS_CHANGED,
     StepSettings,
     compare_tensors,
     lines_of_function,
@@ -322,7 +323,9 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     def finish_exchange(self, pending: TorchPending) -> ExchangeResult:
         training, exchange, local = self._training, pending.exchange, pending.local
         if local.turns.repeats_in(pending.inputs.turns):
-            check_repetition(self._replicas, local.turns.guard.found, training.step)
+            settings = self._settings.settings_hash(training.step, training.parameters)
+            found = local.turns.guard.found or (SETTINGS_CHANGED if settings != pending.inputs.settings else "")
+            check_repetition(self._replicas, found, training.step)
         plan, results = exchange.plan, local.results
         checks = training.loss_scale is not None or self._options.check_numerics
         weight = exchange.weight

@@ -92,3 +92,24 @@ def test_digests_of_replicas_differ_if_one_replica_differs(replicas):
         assert not settings_differ(*mean.tolist())
         other = torch.tensor([[word, word * word]] * replicas + [[word + 1, (word + 1) ** 2]]).mean(0)
         assert settings_differ(*other.tolist())
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_a_rate_that_replicas_change_is_refused(instances, on_instances):
+    """The rate would fall as often in a step as an instance has replicas."""
+    module = new_module("mlp")
+
+    def train(strategy):
+        own = copy.deepcopy(module)
+        optimizer = torch.optim.SGD(own.parameters(), 0.1)
+
+        def loss(module, x):
+            optimizer.param_groups[0]["lr"] *= 0.9
+            return module(x).square().mean()
+
+        trainer = strategies.torch.Trainer(strategy, own, loss, optimizer)
+        for _ in range(4):
+            trainer.step(data()["x"][: 2 * len(strategy.local_replicas)])
+
+    with pytest.raises(strategies.StrategyError, match="a replica has changed the optimizer's settings"):
+        on_instances(instances, 2, train)
