@@ -323,7 +323,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     def finish_exchange(self, pending: TorchPending) -> ExchangeResult:
         training, exchange, local = self._training, pending.exchange, pending.local
         if local.turns.repeats_in(pending.inputs.turns):
-            settings = self._settings.settings_hash(training.step, training.parameters)
+            settings = self._settings.settings_hash(pending.inputs.turns.step, training.parameters)
             found = local.turns.guard.found or (SETTINGS_CHANGED if settings != pending.inputs.settings else "")
             check_repetition(self._replicas, found, training.step)
         plan, results = exchange.plan, local.results
