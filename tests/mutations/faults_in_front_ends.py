@@ -220,7 +220,7 @@ IN_FRONT_ENDS = (
     Fault(
         name="a turn of a replica and its repetition may differ",
         path="strategies/torch/engine.py",
-        old="            check_repetition(self._replicas, local.turns.guard.found, training.step)\n",
+        old="            check_repetition(self._replicas, found, training.step)\n",
         new="            pass\n",
         caught_by="tests/strategies/on_torch/test_repeated_turns.py::test_all_instances_raise_a_difference",
     ),
