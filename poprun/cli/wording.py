@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 USUAL_COLUMNS = 80
 _LEAST_COLUMNS = 20
@@ -29,6 +29,11 @@ def list_ranges(numbers: Iterable[int], separator: str = ",") -> str:
         else:
             ranges.append((number, number))
     return separator.join(f"{low}" if low == high else f"{low}-{high}" for low, high in ranges)
+
+
+def list_instances(indices: Collection[int], separator: str = ", ") -> str:
+    """Write the instances as text: `instance 3` or `instances 0-2, 5`."""
+    return f"{'instance' if len(indices) == 1 else 'instances'} {list_ranges(indices, separator)}"
 
 
 def cut_off(text: str, most: int = 300) -> str:
@@ -82,6 +87,14 @@ def duration_text(seconds: float) -> str:
     if whole < 60:
         return f"{whole} s"
     return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def time_text(seconds: float) -> str:
+    """Write a time of a step or an event with a fitting unit: `1.5 ms`, `20 us`."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
+    return f"{seconds * 1e6:.0f} us"
 
 
 def columns_of(environ: Mapping[str, str], descriptor: int = 1) -> int | None:

@@ -11,6 +11,7 @@ from poprun.cli.wording import (
     count,
     draw_rows,
     duration_text,
+    list_instances,
     list_ranges,
     memory_text,
     number_text,
@@ -121,14 +122,11 @@ def _head(snapshot: Snapshot, awaited: set[int], silent_s: float) -> list[str]:
         lines.append("no instance runs: the job is about to be started again")
     if awaited:
         waiting = [each.instance for each in snapshot.instances if each.waiting_for]
-        lines.append(f"{_named(waiting)} wait{'s' if len(waiting) == 1 else ''} for {_named(awaited)}")
+        wait = "waits" if len(waiting) == 1 else "wait"
+        lines.append(f"{list_instances(waiting, ',')} {wait} for {list_instances(awaited, ',')}")
     if silent_s >= _STALE_S:
         lines.append(f"poprun has said nothing for {duration_text(silent_s)}")
     return lines
-
-
-def _named(instances: Sequence[int] | set[int]) -> str:
-    return f"instance{'s' if len(instances) > 1 else ''} {list_ranges(instances)}"
 
 
 def _chosen(instances: Sequence[Seen], awaited: set[int], most: int | None) -> list[Seen]:

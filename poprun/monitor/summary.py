@@ -15,6 +15,7 @@ from poprun.cli.settings import SummaryAsked
 from poprun.cli.wording import (
     count,
     duration_text,
+    list_instances,
     list_ranges,
     memory_text,
     number_text,
@@ -150,7 +151,7 @@ def _third(attempts: Sequence[Attempt], totals: Totals) -> str:
     by_text: dict[str, list[int]] = {}
     for index, peak in sorted(peaks.items()):
         by_text.setdefault(memory_text(peak), []).append(index)
-    listed = (f"{text} (instance{'s' if len(who) > 1 else ''} {list_ranges(who)})" for text, who in by_text.items())
+    listed = (f"{text} ({list_instances(who, ',')})" for text, who in by_text.items())
     return f"summary: peak memory {', '.join(listed)}"
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from popdist.records.progress import State
 from poprun.cli.log import Level
-from poprun.cli.wording import count, list_ranges
+from poprun.cli.wording import count, list_instances
 from poprun.ipc.facts import Ending, EndKind, Facts, JobEnd, Loss, Verdict, signal_name
 from poprun.supervisor.job_events import Action, CleanUp, Deed, DeedKind, Finish, Say
 from poprun.supervisor.signals import PASSED_ON
@@ -189,12 +189,6 @@ def judge_stuck(facts: Sequence[Facts], stuck: int, limit_s: float) -> Verdict:
     if at_end:
         lines.append(f"{list_instances(at_end)} had reached the end of the program")
     return Verdict(stuck, STUCK_STATUS, tuple(lines[:MOST_LINES]), lost=(stuck,))
-
-
-def list_instances(indices: Sequence[int]) -> str:
-    """Return the instances as text: `instance 3` or `instances 0-2, 5`."""
-    text = list_ranges(indices, ", ")
-    return f"instance {text}" if len(indices) == 1 else f"instances {text}"
 
 
 def _awaited_at_end(facts: Sequence[Facts], still: Mapping[int, Facts]) -> list[Facts]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from popdist.records.progress import State
+from poprun.cli.wording import list_instances
 from poprun.ipc.facts import Facts, Verdict
 from poprun.supervisor.diagnosis import (
     STUCK_STATUS,
@@ -14,7 +15,6 @@ from poprun.supervisor.diagnosis import (
     judge,
     judge_missing,
     judge_stuck,
-    list_instances,
     vain_waits,
 )
 

@@ -8,9 +8,9 @@ from itertools import zip_longest
 from popdist.records.progress import Role
 from popdist.standby import Standing, choose
 from poprun.cli.log import Level
-from poprun.cli.wording import count
+from poprun.cli.wording import count, list_instances
 from poprun.ipc.facts import Ending, Facts, Loss
-from poprun.supervisor.diagnosis import is_of_hosts, list_instances, lost_spares
+from poprun.supervisor.diagnosis import is_of_hosts, lost_spares
 from poprun.supervisor.job_events import Action, Say
 from poprun.supervisor.members import JobMembers
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from popdist.records.progress import ProgressRecord, State
+from poprun.cli.wording import list_instances
 from poprun.ipc.facts import Ending, EndKind, Facts, Verdict
 from poprun.supervisor.diagnosis import (
     KEPT_BYTES,
@@ -23,7 +24,6 @@ from poprun.supervisor.diagnosis import (
     judge,
     judge_missing,
     judge_stuck,
-    list_instances,
     vain_waits,
 )
 

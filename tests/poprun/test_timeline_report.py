@@ -11,13 +11,14 @@ import pytest
 from timeline_jobs import Made
 
 from popdist.timeline.events import EventKind
+from poprun.cli.wording import time_text
 from poprun.errors import PopRunError
 from poprun.trace.command import main
 from poprun.trace.merging import put_together
 from poprun.trace.report.findings import Cause
 from poprun.trace.report.page import draw_curves, report_page
 from poprun.trace.report.step_table import bubbles_of, inside_ns, table_of
-from poprun.trace.report.text import findings, paths, report_text, time_text
+from poprun.trace.report.text import findings, paths, report_text
 from poprun.trace.report.verdict import judge
 from poprun.trace.spans import SPAN
 

@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape, quoteattr
 import numpy as np
 
 from popdist.timeline.gauges import MEMORY
-from poprun.cli.wording import count
+from poprun.cli.wording import count, time_text
 from poprun.trace.merging import RecordedJob
 from poprun.trace.report.findings import PathSegment
 from poprun.trace.report.step_table import CATEGORIES, last_attempt
@@ -21,7 +21,6 @@ from poprun.trace.report.text import (
     paths,
     period_rows,
     share_rows,
-    time_text,
 )
 from poprun.trace.report.verdict import TimelineReport
 

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 import numpy as np
 
 from popdist.timeline.gauges import MEMORY
-from poprun.cli.wording import USUAL_COLUMNS, count, draw_rows, list_ranges, wrap
+from poprun.cli.wording import USUAL_COLUMNS, count, draw_rows, list_ranges, time_text, wrap
 from poprun.trace.merging import RecordedJob
 from poprun.trace.report.findings import Cause, Outlier, PathSegment
 from poprun.trace.report.step_table import CATEGORIES, WORDS, last_attempt
@@ -39,14 +39,6 @@ _LEAST_PART = 0.02
 _EXPLAINED = 0.5
 
 
-def time_text(seconds: float) -> str:
-    """Return a time with a fitting unit."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
-    return f"{seconds * 1e6:.0f} us"
-
-
 def origin(job: RecordedJob) -> str:
     """Return the program, the numbers of replicas and instances, and the begin of the last attempt, as far as known."""
     first = job.aligned[last_attempt(job)[0]].recording
@@ -60,7 +52,7 @@ def headline(verdict: TimelineReport) -> str:
     """Return the number of steps, their speed, and the time that they took."""
     table = verdict.table
     return (
-        f"{len(table.steps)} steps of {len(verdict.titles)} instance{'s' * (len(verdict.titles) > 1)} in "
+        f"{len(table.steps)} steps of {count(len(verdict.titles), 'instance')} in "
         f"{time_text(verdict.wall_s)}, {verdict.steps_per_second:.3g} steps per second once settled"
     )
 
