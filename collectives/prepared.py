@@ -7,6 +7,7 @@ from typing import final
 
 import numpy as np
 
+from collectives.caches import BoundedCache
 from collectives.requests import Request
 from collectives.transport import Prepared, Transport
 
@@ -14,8 +15,6 @@ Key = tuple[object, ...]
 
 ORDERED = "ordered_all_reduce"
 """The name of the operation in keys."""
-
-_CACHED = 1024
 
 
 @final
@@ -27,14 +26,13 @@ class PreparedReductions:
         place_of: Returns the place of a result, as `Preparations.place_of` does.
 
     Attributes:
-        calls: Prepared reductions by key.
+        calls: Prepared reductions by key; None after the first call of a key.
     """
 
     def __init__(self, transport: Transport, place_of: Callable[[np.ndarray], int]) -> None:
         self._transport = transport
         self._place_of = place_of
-        self._seen: set[Key] = set()
-        self.calls: dict[Key, Prepared] = {}
+        self.calls: BoundedCache[Key, Prepared | None] = BoundedCache(1024)
 
     def key(self, operation: str, name: str, op: str, count: int, out: np.ndarray) -> Key:
         """Return the key of a call, for the number of its contributions: equal for all arrays of one layout.
@@ -73,19 +71,12 @@ class PreparedReductions:
         out = request.result
         if not self._transport.prepares_reductions or out is None:
             return
-        known = self.calls.get(key)
-        if not self._is_known(key) or (known is not None and known.is_of_use):
+        if key not in self.calls:
+            self.calls[key] = None
+            return
+        known = self.calls[key]
+        if known is not None and known.is_of_use:
             return
         prepared = self._transport.prepared(request.call, request.arguments[0], out)
         if prepared is not None:
             self.calls[key] = prepared
-
-    def _is_known(self, key: Key) -> bool:
-        """Return whether the key was seen before; note it otherwise."""
-        if key in self._seen:
-            return True
-        if len(self._seen) >= _CACHED:
-            self._seen.clear()
-            self.calls.clear()
-        self._seen.add(key)
-        return False

@@ -20,6 +20,7 @@ from collectives.buffers import (
     refuse_partial_overlap,
     result_array,
 )
+from collectives.caches import BoundedCache
 from collectives.calls import Call, checked_root
 from collectives.errors import UnsupportedBufferError
 from collectives.reduction import Reduction
@@ -27,8 +28,6 @@ from collectives.transport import Reducing, Transport
 
 Result = TypeVar("Result")
 Carries = TypeVar("Carries", covariant=True)
-
-_CACHED_CALLS = 1024
 
 
 class Carried(Protocol[Carries]):
@@ -105,7 +104,7 @@ class Preparations:
         self._shared_bases: set[int] = set()
         self._places: dict[int, int] = {}  # a number for each shared array, never used again, by the id of the array
         self._numbers = numbers_from(1)
-        self._calls: dict[tuple[Any, ...], tuple[Call, Reduction]] = {}
+        self._calls: BoundedCache[tuple[Any, ...], tuple[Call, Reduction]] = BoundedCache(1024)
 
     def share(self, array: np.ndarray) -> None:
         """Note that all ranks share the memory of an array: a reduction into it is then written once."""
@@ -251,8 +250,6 @@ class Preparations:
                 ) from None
         found = self._calls.get(key)
         if found is None:
-            if len(self._calls) >= _CACHED_CALLS:
-                self._calls.clear()
             found = self._calls[key] = new_call(operation, name, op, buffer, root, into_shared)
         return found
 

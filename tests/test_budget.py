@@ -16,14 +16,14 @@ ROOT = Path(__file__).parents[1]
 SLACK = 20  # lines that a room may be below its budget
 
 BUDGET: dict[str, int] = {
-    "collectives": 2313,
+    "collectives": 2317,
     "collectives/backends": 997,
     "collectives/cuda": 246,
     "collectives/hosts": 267,
     "collectives/network": 1818,
     "collectives/plans": 496,
-    "collectives/point_to_point": 1200,
-    "collectives/shared_memory": 783,
+    "collectives/point_to_point": 1194,
+    "collectives/shared_memory": 779,
     "collectives/simulation": 576,
     "popdist": 2273,
     "popdist/environments": 596,

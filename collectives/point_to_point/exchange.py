@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from collectives.arrays import aligned_empty
+from collectives.caches import BoundedCache
 from collectives.errors import PeerLostError
 from collectives.plans.comparing import Relay, relays
 from collectives.point_to_point.gathering import GatheredSums
@@ -20,7 +21,6 @@ _HEADER_BYTES = 64
 _FINGERPRINT, _COUNT, _NBYTES = 0, 1, 2  # the words of a header
 _WORDS = 3
 COMPARED_BYTES = 8 * _WORDS
-_PLANS = 256  # maximum number of cached layouts
 _TOO_LARGE = (1 << 64) - 1
 _OPENED = _TOO_LARGE - 1  # the arrays are too large, and the first messages of the reduction follow the block
 _MOST_ARRAYS = 1 << 20  # maximum number of arrays from one rank
@@ -58,7 +58,7 @@ class LinkExchange:
         self._others = [(self._rank + distance) % self._size for distance in range(1, self._size)]
         self._inline_bytes = link.sizes.inline_bytes
         self._parity = 0
-        self._inline: dict[tuple[np.dtype, int, int], list[_Inline]] = {}
+        self._inline: BoundedCache[tuple[np.dtype, int, int], list[_Inline]] = BoundedCache()
         hosts = link.nearby or tuple(range(self._size))
         self._beside = [rank for rank in self._others if hosts[rank] == hosts[self._rank]]
         rounds = relays(hosts)
@@ -260,8 +260,6 @@ class LinkExchange:
 
     def _plan_inline(self, like: np.ndarray, count: int) -> list[_Inline]:
         """Return views of all blocks for `count` arrays like `like` from each rank, for even and odd exchanges."""
-        if len(self._inline) > _PLANS:
-            self._inline.clear()
         counts = (count,) * self._size
         plan = []
         for parity in (0, 1):

@@ -12,12 +12,11 @@ from itertools import accumulate
 
 import numpy as np
 
+from collectives.caches import BoundedCache
 from collectives.plans.spread import Spread
 from collectives.reduction import Order, Reduction, order_of
 from collectives.transport import Reducing
 from collectives.tree import TreeNode
-
-_CACHED = 256  # layouts
 
 
 class OwnSum:
@@ -98,7 +97,7 @@ class Layouts:
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
-        self._known: dict[tuple[np.dtype, np.dtype, int, int, bool], SumLayout] = {}
+        self._known: BoundedCache[tuple[np.dtype, np.dtype, int, int, bool], SumLayout] = BoundedCache()
 
     def layout(self, reduction: Reduction, count: int, elements: int, adds: bool = True) -> SumLayout:
         """Return the layout if each rank contributes `count` arrays of `elements` elements.
@@ -108,8 +107,6 @@ class Layouts:
         key = reduction.dtype, reduction.accumulator, count, elements, adds
         found = self._known.get(key)
         if found is None:
-            if len(self._known) >= _CACHED:
-                self._known.clear()
             found = self._known[key] = self._new(reduction, count, elements, adds)
         return found
 

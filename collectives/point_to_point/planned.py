@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
+from collectives.caches import BoundedCache
 from collectives.plans.choice import Width, estimated_s, quickest
 from collectives.plans.cutting import UNDER_WAY, Piece, pieces_of, pieces_of_blocks
 from collectives.plans.plan import Plan
@@ -17,7 +18,6 @@ from collectives.point_to_point.opening import opening_round
 from collectives.point_to_point.program import RankProgram, program_of
 from collectives.reduction import Reduction
 
-_CACHED = 256  # layouts
 _FEW = (1, 2, UNDER_WAY)  # candidate numbers of pieces; estimates for more pieces are too optimistic
 
 
@@ -87,7 +87,7 @@ class Planner:
         self._sizes = link.sizes
         self._hosts = link.hosts or tuple(range(link.size))
         self._pairs = pairs
-        self._planned: dict[tuple[object, ...], Planned] = {}
+        self._planned: BoundedCache[tuple[object, ...], Planned] = BoundedCache()
 
     def planned(self, reduction: Reduction, counts: tuple[int, ...], size: int, scatters: bool) -> Planned:
         """Return the work of this rank.
@@ -101,8 +101,6 @@ class Planner:
         key = reduction.dtype, reduction.accumulator, counts, size, scatters
         found = self._planned.get(key)
         if found is None:
-            if len(self._planned) > _CACHED:
-                self._planned.clear()
             found = self._planned[key] = self._plan(reduction, counts, size, scatters)
         return found
 

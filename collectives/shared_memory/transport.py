@@ -17,6 +17,7 @@ import numpy as np
 from typing_extensions import override
 
 from collectives.arrays import aligned_empty
+from collectives.caches import BoundedCache
 from collectives.calls import Call
 from collectives.kernel import kernel
 from collectives.reduction import Reduction
@@ -48,7 +49,6 @@ from collectives.waiting import Watch
 
 _TO_COUNT, _TO_NBYTES = COUNT - FINGERPRINT, NBYTES - FINGERPRINT
 _NO_PARTS = Parts((), ())
-_PLANS = 256  # maximum number of cached layouts
 
 
 class SharedMemoryTransport(Transport):
@@ -80,9 +80,9 @@ class SharedMemoryTransport(Transport):
         self._words, self._mine, self._others = window.words, window.mine, window.others
         self._sequence = 0
         self._inline_bytes = INLINE_BYTES // size
-        self._inline: dict[tuple[np.dtype, int, int], list[tuple[list[np.ndarray], Parts]]] = {}
+        self._inline: BoundedCache[tuple[np.dtype, int, int], list[tuple[list[np.ndarray], Parts]]] = BoundedCache()
         self._uniform: dict[int, Parts] = {}
-        self._staging: dict[Reduction, StagedReduction] = {}
+        self._staging: BoundedCache[Reduction, StagedReduction] = BoundedCache()
         self._staged: StagedReduction | None = None
         self._ahead = 0  # what the next exchange without arrays announces as their size: STAGED, or 0
         self.shares_memory = True
@@ -147,8 +147,6 @@ class SharedMemoryTransport(Transport):
         found = self._inline.get((like.dtype, like.size, count))
         if found is not None:
             return found
-        if len(self._inline) > _PLANS:
-            self._inline.clear()
         plan = []
         for parity in (0, 1):
             slots = [self._inline_slots(rank, parity, like, count) for rank in range(self.size)]
@@ -186,8 +184,6 @@ class SharedMemoryTransport(Transport):
         elements, count = contributions[0].size, len(contributions)
         plan = self._staging.get(reduction)
         if plan is None or plan.count != count or plan.elements != elements:
-            if len(self._staging) > _PLANS:
-                self._staging.clear()
             plan = self._staging[reduction] = StagedReduction(self.window, reduction, elements, count)
         self._staged = plan if plan.is_possible else None
         if plan.is_possible:
