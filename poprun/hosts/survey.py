@@ -197,7 +197,7 @@ class SurveyCache:
             self._forget_old()
             beside.unlink(missing_ok=True)
             with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
-                file.write(json.dumps(_plain(facts)))
+                file.write(json.dumps(asdict(facts)))
             beside.replace(path)
 
     def _path(self, host: str) -> Path:
@@ -242,13 +242,6 @@ def _read_young(path: Path) -> str:
         age_s = time.time() - status.st_mtime
         is_file = stat.S_ISREG(status.st_mode) and not fault_of_file(file.fileno())
         return file.read() if is_file and 0 <= age_s < LONGEST_AGE_S else ""
-
-
-def _plain(facts: HostFacts) -> dict[str, object]:
-    return asdict(facts) | {
-        "cores": [[each.node, each.package, each.core, each.cpu] for each in facts.cores],
-        "interfaces": [[each.name, each.address, each.prefix, each.mtu] for each in facts.interfaces],
-    }
 
 
 def _changed_ns(folder: str) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+
+from poprun.ipc import json_values
 
 RESIZE = 101
 """From `poprun resize`: a request."""
@@ -32,7 +33,7 @@ class ResizeRequest:
 
     def pack(self) -> bytes:
         """Return the request as JSON."""
-        return json.dumps({"version": VERSION, **asdict(self)}).encode()
+        return json_values.pack(self, VERSION)
 
     @classmethod
     def unpack(cls, data: bytes) -> ResizeRequest:
@@ -41,11 +42,10 @@ class ResizeRequest:
         Raises:
             ValueError: The data are no request, or have another version.
         """
-        found = _read(data)
-        count = found.get("count")
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        request = json_values.unpack(cls, data, VERSION, "request of poprun resize")
+        if request.count < 0:
             raise ValueError(f"the request has no number of instances: {data[:80]!r}")
-        return cls(count, _names(found.get("leave")), _names(found.get("use")))
+        return request
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ResizeAnswer:
 
     def pack(self) -> bytes:
         """Return the answer as JSON."""
-        return json.dumps({"version": VERSION, **asdict(self)}).encode()
+        return json_values.pack(self, VERSION)
 
     @classmethod
     def unpack(cls, data: bytes) -> ResizeAnswer:
@@ -71,27 +71,4 @@ class ResizeAnswer:
         Raises:
             ValueError: The data are no answer, or have another version.
         """
-        found = _read(data)
-        is_done, text = found.get("is_done"), found.get("text")
-        if not isinstance(is_done, bool) or not isinstance(text, str):
-            raise ValueError(f"the answer cannot be understood: {data[:80]!r}")
-        return cls(is_done, text)
-
-
-def _read(data: bytes) -> dict[str, object]:
-    try:
-        found = json.loads(data.decode())
-    except (ValueError, RecursionError):
-        raise ValueError(f"these data are no message about a resize: {data[:20]!r}") from None
-    version = found.get("version") if isinstance(found, dict) else None
-    if version != VERSION:
-        raise ValueError(f"this message about a resize has version {version!r:.20}, but {VERSION} is known here")
-    return dict(found)
-
-
-def _names(found: object) -> tuple[str, ...]:
-    names = tuple(found) if isinstance(found, list) else (None,)
-    hosts = tuple(name for name in names if isinstance(name, str))
-    if len(hosts) < len(names):
-        raise ValueError(f"the hosts of the request cannot be understood: {str(found)[:80]}")
-    return hosts
+        return json_values.unpack(cls, data, VERSION, "answer to poprun resize")

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from popdist.instance import replica_blocks
 from popdist.records.progress import Made, State
+from poprun.ipc import json_values
 from poprun.ipc.facts import Facts
 from poprun.monitor.attempts import waiting_share
 
-_MOST = 1e18
-"""The limit of all numbers in a received snapshot."""
 VERSION = 1
 """The version of the format; it grows if a field changes its meaning or is removed."""
 
@@ -112,9 +110,7 @@ class Snapshot:
 
     def pack(self) -> bytes:
         """Return the snapshot as one line of JSON, for viewers and for `poprun top --json`."""
-        import json  # takes some milliseconds, which jobs without viewers save
-
-        return json.dumps({"version": VERSION, **asdict(self)}, allow_nan=False).encode()
+        return json_values.pack(self, VERSION)
 
     @classmethod
     def unpack(cls, data: bytes) -> Snapshot:
@@ -123,43 +119,7 @@ class Snapshot:
         Raises:
             ValueError: If the data are no snapshot, or have another version.
         """
-        import json
-
-        try:
-            found = json.loads(data.decode())
-        except (ValueError, RecursionError):  # ValueError also for thousands of digits, RecursionError for brackets
-            raise ValueError(f"poprun has sent no snapshot but {data[:20]!r}") from None
-        version = found.pop("version", None) if isinstance(found, dict) else None
-        if version != VERSION:
-            raise ValueError(f"poprun has sent a snapshot of version {version!r:.20}, but {VERSION} is known here")
-        try:
-            instances = tuple(Seen(**_checked(Seen, each)) for each in found.pop("instances"))
-            return cls(**_checked(cls, found), instances=instances)
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"the snapshot of poprun cannot be understood: {error!r:.200}") from None
-
-
-def _checked(kind: type[Seen | Snapshot], found: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a snapshot with lists as tuples; raise TypeError for a value of a wrong type."""
-    types = {field.name: str(field.type) for field in fields(kind)}
-    checked = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
-    for name, value in checked.items():
-        if name in types and not _is_a(value, types[name]):
-            raise TypeError(f"{name} is {value!r:.40}")
-    return checked
-
-
-def _is_a(value: object, kind: str) -> bool:
-    """Return whether a value from JSON has the type of a field."""
-    if kind.startswith("tuple"):
-        of = kind.removeprefix("tuple[").removesuffix(", ...]")
-        return isinstance(value, tuple) and all(_is_a(each, of) for each in value)
-    if "float" in kind:
-        is_number = type(value) in (int, float) and abs(value) < _MOST  # type: ignore[arg-type]
-        return is_number or (value is None and "None" in kind)
-    if "int" in kind:
-        return (type(value) is int and abs(value) < _MOST) or (value is None and "None" in kind)
-    return isinstance(value, str)
+        return json_values.unpack(cls, data, VERSION, "snapshot of poprun")
 
 
 def look_at(each: Facts, recent: Recent, now_s: float, replicas: tuple[int, ...] = ()) -> Seen:
