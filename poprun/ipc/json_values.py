@@ -59,7 +59,7 @@ def value_of(kind: Any, found: Any) -> Any:
         return tuple(value_of(get_args(kind)[0], each) for each in found)
     if get_origin(kind) is Mapping and isinstance(found, dict):
         return {name: value_of(get_args(kind)[1], each) for name, each in found.items()}
-    if is_dataclass(kind) and isinstance(found, dict | list):
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(found, dict | list):
         types = get_type_hints(kind)
         named = found if isinstance(found, dict) else dict(zip(types, found, strict=True))
         return kind(**{name: value_of(types[name], each) for name, each in named.items() if name in types})
