@@ -33,8 +33,10 @@ def open_mpi_prepared() -> Iterator[None]:
     """
     before = set(os.listdir("/proc/self/fd"))
     _check_descriptors(len(before))
-    _yield_when_idle()
-    chosen = transports(os.environ, any(map(_has_entries, FABRICS)))
+    # Let MPI yield its core while it waits. By default it busy-waits, which is fastest if each waiting thread has its
+    # own core. If it shares a core with a computing thread, it takes up to 40 % of that core.
+    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    chosen = transports(os.environ, any(os.path.isdir(folder) and os.listdir(folder) for folder in FABRICS))
     os.environ.update(chosen)
     try:
         yield
@@ -80,19 +82,6 @@ def _check_descriptors(used: int) -> None:
             f"MPI needs {_DESCRIPTORS} file descriptors, but this process may open {limit} and has {used} open; raise "
             "the limit, for example with: ulimit -n 1024",
         )
-
-
-def _yield_when_idle() -> None:
-    """Let MPI yield its core while it waits.
-
-    By default MPI busy-waits. That is fastest if each waiting thread has a core of its own. If it shares a core with a
-    computing thread, it takes up to 40 % of that core.
-    """
-    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-
-
-def _has_entries(folder: str) -> bool:
-    return os.path.isdir(folder) and bool(os.listdir(folder))
 
 
 def _prepare(opened: socket.socket, is_loopback: bool) -> None:

@@ -44,18 +44,6 @@ class Limits:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be a positive number of seconds")
 
 
-def _nobody_is_lost(awaited: Sequence[int]) -> str:
-    return ""
-
-
-def _gives_nobody_up() -> bool:
-    return False
-
-
-def _by_polling() -> None:
-    return None
-
-
 class Watch:
     """The waits of one rank in one communicator.
 
@@ -95,9 +83,9 @@ class Watch:
         self.call = Call("connect")
         self.number = 0
         self.cancelled = False
-        self.lost: Callable[[Sequence[int]], str] = _nobody_is_lost
-        self.gives_up: Callable[[], bool] = _gives_nobody_up
-        self.pausing: Callable[[], Callable[[float], None] | None] = _by_polling
+        self.lost: Callable[[Sequence[int]], str] = lambda awaited: ""
+        self.gives_up: Callable[[], bool] = lambda: False
+        self.pausing: Callable[[], Callable[[float], None] | None] = lambda: None
         self._instances = instances
         self.instruments = instruments
 

@@ -134,9 +134,16 @@ def initializeBackend() -> None:
     process.role = Role.SPARE if os.environ.get(SPARE_VARIABLE) == "1" else Role.ACTIVE
     process.attach(ProgressPage.from_environ(os.environ), instance)
     show_stack_when_asked(os.environ)
-    _check_packages(instance)
-    if instance.is_leader and os.environ.get(ATTEMPT_VARIABLE, "0") == "0":  # once for the job, not at each restart
-        _warn(describe_left_out_replicas(instance, process.num_replicas, os.environ))
+    from popdist.hidden_packages import check_packages
+
+    # Hidden packages are found before they are imported. poprun gives the warnings itself, once for all.
+    check_packages(says_so=instance.is_leader and not process.progress.is_supervised)
+    is_first = os.environ.get(ATTEMPT_VARIABLE, "0") == "0"  # warn once for the job, not at each restart
+    left_out = describe_left_out_replicas(instance, process.num_replicas, os.environ)
+    if instance.is_leader and is_first and left_out:
+        import logging
+
+        logging.getLogger(__name__).warning(left_out)
     process.communicator = everybody = process.connect(process.settings(), instance)
     process.progress.joined()
     if process.timeline is not None:
@@ -235,20 +242,6 @@ def progress() -> ProgressPage:
 
 
 # ---- the backends
-
-
-def _check_packages(instance: Instance) -> None:
-    """Check for hidden packages before they are imported. poprun gives the warnings itself, once for all."""
-    from popdist.hidden_packages import check_packages
-
-    check_packages(says_so=instance.is_leader and not process.progress.is_supervised)
-
-
-def _warn(text: str) -> None:
-    if text:
-        import logging
-
-        logging.getLogger(__name__).warning(text)
 
 
 def _register(connect: ConnectBackend) -> None:

@@ -160,7 +160,8 @@ def examine(asked: DoctorRequest, environ: Mapping[str, str]) -> DoctorReport:
         everyone = {host: each for host, each in facts.items() if isinstance(each, HostFacts)}
         reached = addresses_in(network, everyone)
         findings += check_connections(len(reached), find_blocked(reached, python, ssh, limit_s))
-    return DoctorReport(_in_order(findings), network)
+    checks = list(dict.fromkeys(each.check for each in findings))  # rows of one check follow each other
+    return DoctorReport(tuple(sorted(findings, key=lambda each: checks.index(each.check))), network)
 
 
 def check_names(
@@ -351,9 +352,3 @@ def _describe_agent(environ: Mapping[str, str]) -> str:
 def _split(message: str) -> tuple[str, str]:
     fact, _, way_out = message.partition("; ")
     return fact, way_out
-
-
-def _in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Sort the findings so that rows of one check follow each other."""
-    checks = list(dict.fromkeys(each.check for each in findings))
-    return tuple(sorted(findings, key=lambda each: checks.index(each.check)))

@@ -86,7 +86,7 @@ class TimelineFile:
         self._limit_bytes = limit_bytes
         self.written_bytes = 0
         self.writing_s = 0.0
-        self.recorder = Recorder(self._ring, self._stride)
+        self.recorder = Recorder(self._ring, lambda: stride_of(self.written_bytes, self._limit_bytes))
         self._take_exchanges: Callable[[], Sequence[Exchange]] = list
         self._gauge = Gauge(read_gauges)
         self._lost = 0  # number of events without room in the file
@@ -161,9 +161,6 @@ class TimelineFile:
                 self.recorder.seen_at(line)
             self.spill()
             self.writing_s = time.thread_time()
-
-    def _stride(self) -> int:
-        return stride_of(self.written_bytes, self._limit_bytes)
 
     def _write(self, data: bytes) -> None:
         if self._file is None or not data:

@@ -80,7 +80,8 @@ def choose_hosts(allocation: Allocation, num_instances: int, num_replicas: int =
         fits = most_instances(num_replicas, slots)
         raise UsageError(
             f"{count(num_instances, 'instance')} do not fit on the {count(slots, 'slot')} of {allocation.source} "
-            f"({describe_slots(allocation.hosts)}): use {fits} (--num-instances), {_ways_out(allocation)}"
+            f"({describe_slots(allocation.hosts)}): use {fits} (--num-instances), "
+            f"{allocation.way_to_more}, or {NAME_HOSTS}, which counts no slots"
         )
     return replace(allocation, hosts=spread(allocation.hosts, num_instances))
 
@@ -117,7 +118,3 @@ def spread(hosts: Sequence[Host], num_instances: int) -> tuple[Host, ...]:
             if len(large_enough) >= number:
                 return tuple(large_enough[:number])
     return tuple(hosts) if hosts and shares_of(hosts, num_instances) else ()
-
-
-def _ways_out(allocation: Allocation) -> str:
-    return f"{allocation.way_to_more}, or {NAME_HOSTS}, which counts no slots"

@@ -122,7 +122,8 @@ def check_hosts(hosts: Sequence[Host], settings: LaunchSettings) -> None:
     if instances % number:
         what = f"asked for {count(instances, 'instance')} on {count(number, 'host')}"
         rule = "each host needs at least one" if instances < number else "instances must divide evenly"
-        raise UsageError(f"{what}; {rule}: use {_nearest_instances(settings, number)}, or {_fewer(instances, number)}")
+        fewer = count(max(n for n in range(1, number) if instances % n == 0), "host")
+        raise UsageError(f"{what}; {rule}: use {_nearest_instances(settings, number)}, or {fewer}")
     share = instances // number
     full = next(host for host in hosts if host.slots is not None and host.slots < share)
     most = min(host.slots for host in hosts if host.slots is not None) * number
@@ -224,7 +225,3 @@ def _most_fitting(settings: LaunchSettings, possible: range) -> str:
     if fitting:
         return f"{fitting[-1]} (--num-instances)"
     return f"{possible[-1]} (--num-instances) with a multiple of {possible[-1]} replicas (--num-replicas)"
-
-
-def _fewer(instances: int, hosts: int) -> str:
-    return f"{count(max(n for n in range(1, hosts) if instances % n == 0), 'host')}"

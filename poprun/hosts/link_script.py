@@ -49,7 +49,8 @@ def look_up(names: list[str]) -> dict[str, object]:
 
 def listen(address: str) -> dict[str, object]:
     """Listen at an address of this host for other hosts, and return the port."""
-    listening = socket.create_server((address, 0), family=_family(address), backlog=64)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.create_server((address, 0), family=family, backlog=64)
     threading.Thread(target=_accept, args=(listening,), daemon=True).start()
     return {"port": listening.getsockname()[1]}
 
@@ -73,10 +74,6 @@ def reach(places: list[tuple[str, int]], connect_s: float) -> dict[str, object]:
     for thread in threads:
         thread.join(connect_s + 1)
     return {"faults": list(faults)}
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _accept(listening: socket.socket) -> None:

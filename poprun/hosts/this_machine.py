@@ -50,7 +50,9 @@ def is_this_machine(host: str) -> bool:
     A name is looked up only if it agrees with the machine's own name up to the first dot: `n1.west` and `n1` may be
     two machines. An alias in /etc/hosts or ~/.ssh/config is not recognised here; the host's answer reveals it later.
     """
-    return is_named(host, {this_host(), *LOCAL_NAMES}, _addresses_of, _is_own_address, _own_full_name)
+    return is_named(
+        host, {this_host(), *LOCAL_NAMES}, lambda name: look_up([name])[name], _is_own_address, _own_full_name
+    )
 
 
 def is_named(
@@ -112,10 +114,6 @@ def _own_full_name(limit_s: float = 1.0) -> str:
     thread.start()
     thread.join(limit_s)
     return found[0] if found else ""
-
-
-def _addresses_of(name: str) -> tuple[str, ...]:
-    return look_up([name])[name]
 
 
 def _is_own_address(address: str) -> bool:

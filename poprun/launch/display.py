@@ -37,7 +37,7 @@ def draw_topology(places: Sequence[InstancePlace], columns: int | None = None) -
     places = [place for place in places if not place.is_spare]
     total = places[-1].replicas.stop
     cell = len(str(total - 1)) + 2
-    hosts = _spans(places, _host_of)
+    hosts = _spans(places, lambda place: place.host)
     rows = [
         ("hosts", [_Cell(host, replicas) for host, replicas in hosts]),
         ("ILDs", [_Cell(domain, replicas) for domain, replicas in _spans(places, lambda place: str(place.domain))]),
@@ -86,10 +86,6 @@ def _frame(rows: Sequence[tuple[str, Sequence[_Cell]]], width: int, cell: int) -
         texts = (_centre(each.text, each.replicas * (cell + 1) - 1) for each in cells)
         lines += [f"| {label:<{_LABEL_WIDTH - 1}}|{'|'.join(texts)}|", rule]
     return [*lines[:-1], f" {'-' * whole}"]
-
-
-def _host_of(place: InstancePlace) -> str:
-    return place.host
 
 
 def _spans(places: Sequence[InstancePlace], part: Callable[[InstancePlace], str]) -> list[tuple[str, int]]:

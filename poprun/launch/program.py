@@ -13,10 +13,6 @@ from poprun.errors import PopRunError, UsageError
 from poprun.hosts.hosts import Host
 from poprun.launch.placement import InstancePlace
 
-TYPE_CHECKING = False  # replaces `typing.TYPE_CHECKING`: `typing` takes too long to load before mpirun starts
-if TYPE_CHECKING:
-    from popdist.records.metric_words import MetricWord
-
 PACKAGES = ("popdist", "strategies", "collectives", "poprun")
 
 ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
@@ -186,11 +182,11 @@ def check_sinks(
     """
     if not settings.metrics or not any(host.name == first.host and host.is_this_machine for host in hosts):
         return
-    from popdist.records.metric_words import parse_words
+    from popdist.records.metric_words import fault_of_library, fault_of_place, parse_words
 
     is_same_python = _is_in_same_environment(settings.program[0], environ)
     for word in parse_words(settings.metrics):
-        if fault := _fault(word, is_same_python):
+        if fault := (fault_of_library(word) if is_same_python else "") or fault_of_place(word):
             raise UsageError(f"--metrics {fault}")
 
 
@@ -273,12 +269,6 @@ def _hint(program: str) -> str:
         name = "" if "/" in program else f"write ./{program}"
         return "; " + " and ".join(filter(None, (make, name)))
     return "; check its spelling"
-
-
-def _fault(word: MetricWord, is_same_python: bool) -> str:
-    from popdist.records.metric_words import fault_of_library, fault_of_place
-
-    return (fault_of_library(word) if is_same_python else "") or fault_of_place(word)
 
 
 def _is_in_same_environment(program: str, environ: Mapping[str, str]) -> bool:

@@ -90,7 +90,8 @@ class Regrowth:
         if now_s < self._due_s:
             return []
         self._due_s = _NEVER
-        chosen = choose_reserve(reserves, active, self._failures())
+        failures = Counter(each.host for each in self._members.facts if each.is_given_up)
+        chosen = choose_reserve(reserves, active, failures)
         self._started.append(chosen.index)
         text = f"instance {chosen.index} starts on host {chosen.host} in the place of a lost one"
         made = f"{len(self._started)} of {self._most} (--max-restarts)"
@@ -119,9 +120,6 @@ class Regrowth:
         if open_places:
             at = open_places[0]
             self._losses[at] = replace(self._losses[at], taken_by=index, by_new=True)
-
-    def _failures(self) -> Counter[str]:
-        return Counter(each.host for each in self._members.facts if each.is_given_up)
 
 
 def choose_reserve(reserves: Sequence[Facts], active: Sequence[Facts], failures: Counter[str]) -> Facts:

@@ -14,7 +14,6 @@ from poprun.verify.records import (
     METRICS,
     START,
     UPDATE,
-    Digests,
     Record,
     RecordedStep,
     StepPlace,
@@ -121,15 +120,11 @@ def _between(one: RecordedStep, other: RecordedStep, place: StepPlace, part: str
     mine, theirs = one.parts.get(part, {}), other.parts.get(part, {})
     if not mine or not theirs:  # the first step after a restart lacks values from the step before
         return None
-    names = tuple(name for name in {**mine, **theirs} if not _agree(mine, theirs, name))
+    names = tuple(name for name in {**mine, **theirs} if mine.get(name, {}).keys() != theirs.get(name, {}).keys())
     if not names:
         return None
     sides = [next(iter(side.get(names[0], {"": (0,)}).values()))[0] for side in (mine, theirs)]
     return RunDifference(place, part, names, (sides[0], sides[1]))
-
-
-def _agree(mine: Digests, theirs: Digests, name: str) -> bool:
-    return mine.get(name, {}).keys() == theirs.get(name, {}).keys()
 
 
 @dataclass(frozen=True)

@@ -256,12 +256,8 @@ def _of_questions(difference: RunDifference, evidence: Evidence) -> Iterator[str
     asked = dict.fromkeys((*evidence.other.questions, *evidence.one.questions))
     telling = {GRADIENTS: LOSS, UPDATE: OPTIMIZER}.get(difference.part)
     for question in sorted(asked, key=lambda each: each.where != telling)[:_MOST_QUESTIONS]:
-        yield _describe(question)
-
-
-def _describe(question: Question) -> str:
-    place = f"{question.file}:{question.line}{_WHERE.get(question.where, '')}"
-    return f"the program asked which instance it is, or how many there are: {question.what} at {place}"
+        place = f"{question.file}:{question.line}{_WHERE.get(question.where, '')}"
+        yield f"the program asked which instance it is, or how many there are: {question.what} at {place}"
 
 
 def _general(difference: RunDifference) -> str:

@@ -167,7 +167,9 @@ def read_record(folder: Path, but: Collection[Path] = ()) -> Record:
     lines: list[tuple[int, JsonObject]] = []
     for path in record_files(folder):
         if path not in but:
-            lines += _with_instance(_lines_of(path))
+            own = _lines_of(path)
+            first_index = next((line["instance"] for line in own if line["kind"] == recording.PROCESS), 0)
+            lines += [(first_index, line) for line in own]
     return record_of(sorted(lines, key=lambda each: each[0]), folder)
 
 
@@ -240,12 +242,6 @@ def _add_step(step: RecordedStep, line: JsonObject, layout: JsonObject, start: l
         step.add(FINGERPRINT, "", line["fingerprint"], own)
     for name, state in line["random"].items():
         step.random.setdefault(name, set()).add(state)
-
-
-def _with_instance(lines: list[JsonObject]) -> list[tuple[int, JsonObject]]:
-    """Return each line with the index that its instance had at first; 0 if unknown."""
-    instance = next((line["instance"] for line in lines if line["kind"] == recording.PROCESS), 0)
-    return [(instance, line) for line in lines]
 
 
 def _lines_of(path: Path) -> list[JsonObject]:

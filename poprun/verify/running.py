@@ -175,7 +175,8 @@ def settings_of(asked: VerifyRequest, run: Run, environ: Mapping[str, str] = Map
     if isinstance(shown, int) and shown >= processes:
         values["only-output-from-instance"] = 0
     if "output-dir" in values:
-        values["output-dir"] = str(Path(str(values["output-dir"])) / _folder_name(run))
+        folder = "".join(letter if letter.isalnum() else "-" for letter in str(run))
+        values["output-dir"] = str(Path(str(values["output-dir"])) / folder)
     if run.faults:
         values |= {"inject": run.faults, "on-failure": "shrink", "max-restarts": 0}
     if run.spares:
@@ -199,10 +200,6 @@ def hosts_of(asked: VerifyRequest) -> tuple[Host, ...]:
 def _names_other(text: str, processes: int) -> bool:
     index = text.partition(":")[0].strip()
     return index.isdecimal() and int(index) >= processes
-
-
-def _folder_name(run: Run) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in str(run))
 
 
 def as_workers(launch: Launch, sockets: str) -> Launch:
