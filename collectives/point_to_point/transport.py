@@ -221,10 +221,7 @@ class PointToPointTransport(Transport):
         for step in range(self.size - 1):
             outgoing = out[(self.rank - step) % self.size]
             incoming = out[(self.rank - step - 1) % self.size]
-            for chunk in _cut(0, block.size, self._sizes.chunk_bytes):
-                receive = self.link.receive(incoming[chunk], before, RESULTS)
-                send = self.link.send(outgoing[chunk], after, RESULTS)
-                self._complete([receive, send], [before, after])
+            self._pass_on(outgoing, after, incoming, before)
 
     @override
     def shift(self, block: np.ndarray, out: np.ndarray, distance: int) -> None:
@@ -232,9 +229,13 @@ class PointToPointTransport(Transport):
         if source == self.rank:
             np.copyto(out, block)
             return
-        for chunk in _cut(0, block.size, self._sizes.chunk_bytes):
-            receive = self.link.receive(out[chunk], source, RESULTS)
-            send = self.link.send(block[chunk], to, RESULTS)
+        self._pass_on(block, to, out, source)
+
+    def _pass_on(self, outgoing: np.ndarray, to: int, incoming: np.ndarray, source: int) -> None:
+        """Send a block to one rank while a block of the same size comes from another, in chunks."""
+        for chunk in _cut(0, outgoing.size, self._sizes.chunk_bytes):
+            receive = self.link.receive(incoming[chunk], source, RESULTS)
+            send = self.link.send(outgoing[chunk], to, RESULTS)
             self._complete([receive, send], [source, to])
 
     @property

@@ -229,55 +229,48 @@ class SharedMemoryTransport(Transport):
 
     @override
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
-        for chunk, part in self._stream(buffer.size):
-            if self.rank == root:
-                self.window.await_all(CONSUMED, chunk - DEPTH + 1)
-                np.copyto(self._pipe(root, chunk, part.stop - part.start), buffer[part])
-                self.window.announce(PRODUCED, chunk + 1)
-            else:
-                self.window.await_rank(root, PRODUCED, chunk + 1)
-                np.copyto(buffer[part], self._pipe(root, chunk, part.stop - part.start))
-                self.window.announce(CONSUMED, chunk + 1)
+        if self.rank == root:
+            self._copy(buffer.size, buffer, [])
+        else:
+            self._copy(buffer.size, None, [(root, buffer)])
 
     @override
     def all_gather(self, block: np.ndarray, out: np.ndarray) -> None:
         np.copyto(out[self.rank], block)
-        for chunk, part in self._stream(block.size):
-            length = part.stop - part.start
-            self.window.await_all(CONSUMED, chunk - DEPTH + 1)
-            np.copyto(self._pipe(self.rank, chunk, length), block[part])
-            self.window.announce(PRODUCED, chunk + 1)
-            for rank in range(self.size):
-                if rank != self.rank:
-                    self.window.await_rank(rank, PRODUCED, chunk + 1)
-                    np.copyto(out[rank, part], self._pipe(rank, chunk, length))
-            self.window.announce(CONSUMED, chunk + 1)
+        self._copy(block.size, block, self._from_others(out))
 
     @override
     def shift(self, block: np.ndarray, out: np.ndarray, distance: int) -> None:
-        source = (self.rank + distance) % self.size
-        for chunk, part in self._stream(block.size):
-            length = part.stop - part.start
-            self.window.await_all(CONSUMED, chunk - DEPTH + 1)
-            np.copyto(self._pipe(self.rank, chunk, length), block[part])
-            self.window.announce(PRODUCED, chunk + 1)
-            self.window.await_rank(source, PRODUCED, chunk + 1)
-            np.copyto(out[part], self._pipe(source, chunk, length))
-            self.window.announce(CONSUMED, chunk + 1)
+        self._copy(block.size, block, [((self.rank + distance) % self.size, out)])
 
     @override
     def gather(self, block: np.ndarray, out: np.ndarray | None, root: int) -> None:
-        for chunk, part in self._stream(block.size):
+        if out is None:
+            self._copy(block.size, block, [])
+        else:
+            np.copyto(out[root], block)
+            self._copy(block.size, None, self._from_others(out))
+
+    def _from_others(self, out: np.ndarray) -> list[tuple[int, np.ndarray]]:
+        return [(rank, out[rank]) for rank in range(self.size) if rank != self.rank]
+
+    def _copy(self, nbytes: int, sent: np.ndarray | None, received: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Put a block into this rank's pipe, and take the blocks of other ranks out of theirs, in chunks.
+
+        Args:
+            nbytes: Size of each block; equal on all ranks.
+            sent: Block of this rank; None if no rank takes one from here.
+            received: Ranks whose blocks are taken, and where each block goes.
+        """
+        for chunk, part in self._stream(nbytes):
             length = part.stop - part.start
-            if out is None:
+            if sent is not None:
                 self.window.await_all(CONSUMED, chunk - DEPTH + 1)
-                np.copyto(self._pipe(self.rank, chunk, length), block[part])
+                np.copyto(self._pipe(self.rank, chunk, length), sent[part])
                 self.window.announce(PRODUCED, chunk + 1)
-            else:
-                np.copyto(out[root, part], block[part])
-                for rank in (other for other in range(self.size) if other != root):
-                    self.window.await_rank(rank, PRODUCED, chunk + 1)
-                    np.copyto(out[rank, part], self._pipe(rank, chunk, length))
+            for rank, out in received:
+                self.window.await_rank(rank, PRODUCED, chunk + 1)
+                np.copyto(out[part], self._pipe(rank, chunk, length))
             self.window.announce(CONSUMED, chunk + 1)
 
     def _stream(self, nbytes: int) -> Iterator[tuple[int, slice]]:
