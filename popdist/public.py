@@ -1,87 +1,43 @@
 """The public names of `popdist`, which the package loads at their first use."""
 
-from popdist import horovod
-from popdist.cluster_resolver import TFConfigClusterResolver
-from popdist.context import (
-    communicator,
-    finalizeBackend,
-    init,
-    initializeBackend,
-    instance,
-    is_chief,
-    isBackendInitialized,
-    progress,
-    registerBackend,
-    registerDefaultBackend,
-)
-from popdist.errors import (
-    EnvironmentMismatchError,
-    InstanceError,
-    LaunchError,
-    LifeCycleError,
-    NotInitializedError,
-    PopDistError,
-)
-from popdist.groups import defaultCommunicatorId, execute_on_instances, registerCommunicator, synchronize
-from popdist.instance import Instance
-from popdist.launcher import launch
-from popdist.leaving import can_carry_on, carry_on
-from popdist.queries import (
-    checkNumIpusPerReplica,
-    getDeviceId,
-    getInstanceIndex,
-    getLocalInstanceIndex,
-    getNumInstances,
-    getNumIpusPerReplica,
-    getNumLocalReplicas,
-    getNumTotalReplicas,
-    getReplicaIndexOffset,
-    isPopdistEnvSet,
-)
-from popdist.tensors import allgather, allreduce, broadcast
-from popdist.version import __version__
-from popdist.xla import thread_pool_size
-
-__all__ = [
-    "EnvironmentMismatchError",
-    "Instance",
-    "InstanceError",
-    "LaunchError",
-    "LifeCycleError",
-    "NotInitializedError",
-    "PopDistError",
-    "TFConfigClusterResolver",
-    "__version__",
-    "allgather",
-    "allreduce",
-    "broadcast",
-    "can_carry_on",
-    "carry_on",
-    "checkNumIpusPerReplica",
-    "communicator",
-    "defaultCommunicatorId",
-    "execute_on_instances",
-    "finalizeBackend",
-    "getDeviceId",
-    "getInstanceIndex",
-    "getLocalInstanceIndex",
-    "getNumInstances",
-    "getNumIpusPerReplica",
-    "getNumLocalReplicas",
-    "getNumTotalReplicas",
-    "getReplicaIndexOffset",
-    "horovod",
-    "init",
-    "initializeBackend",
-    "instance",
-    "isBackendInitialized",
-    "isPopdistEnvSet",
-    "is_chief",
-    "launch",
-    "progress",
-    "registerBackend",
-    "registerCommunicator",
-    "registerDefaultBackend",
-    "synchronize",
-    "thread_pool_size",
-]
+from popdist import horovod as horovod
+from popdist.cluster_resolver import TFConfigClusterResolver as TFConfigClusterResolver
+from popdist.context import communicator as communicator
+from popdist.context import finalizeBackend as finalizeBackend
+from popdist.context import init as init
+from popdist.context import initializeBackend as initializeBackend
+from popdist.context import instance as instance
+from popdist.context import is_chief as is_chief
+from popdist.context import isBackendInitialized as isBackendInitialized
+from popdist.context import progress as progress
+from popdist.context import registerBackend as registerBackend
+from popdist.context import registerDefaultBackend as registerDefaultBackend
+from popdist.errors import EnvironmentMismatchError as EnvironmentMismatchError
+from popdist.errors import InstanceError as InstanceError
+from popdist.errors import LaunchError as LaunchError
+from popdist.errors import LifeCycleError as LifeCycleError
+from popdist.errors import NotInitializedError as NotInitializedError
+from popdist.errors import PopDistError as PopDistError
+from popdist.groups import defaultCommunicatorId as defaultCommunicatorId
+from popdist.groups import execute_on_instances as execute_on_instances
+from popdist.groups import registerCommunicator as registerCommunicator
+from popdist.groups import synchronize as synchronize
+from popdist.instance import Instance as Instance
+from popdist.launcher import launch as launch
+from popdist.leaving import can_carry_on as can_carry_on
+from popdist.leaving import carry_on as carry_on
+from popdist.queries import checkNumIpusPerReplica as checkNumIpusPerReplica
+from popdist.queries import getDeviceId as getDeviceId
+from popdist.queries import getInstanceIndex as getInstanceIndex
+from popdist.queries import getLocalInstanceIndex as getLocalInstanceIndex
+from popdist.queries import getNumInstances as getNumInstances
+from popdist.queries import getNumIpusPerReplica as getNumIpusPerReplica
+from popdist.queries import getNumLocalReplicas as getNumLocalReplicas
+from popdist.queries import getNumTotalReplicas as getNumTotalReplicas
+from popdist.queries import getReplicaIndexOffset as getReplicaIndexOffset
+from popdist.queries import isPopdistEnvSet as isPopdistEnvSet
+from popdist.tensors import allgather as allgather
+from popdist.tensors import allreduce as allreduce
+from popdist.tensors import broadcast as broadcast
+from popdist.version import __version__ as __version__
+from popdist.xla import thread_pool_size as thread_pool_size

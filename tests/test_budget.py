@@ -25,7 +25,7 @@ BUDGET: dict[str, int] = {
     "collectives/point_to_point": 1191,
     "collectives/shared_memory": 763,
     "collectives/simulation": 576,
-    "popdist": 2270,
+    "popdist": 2227,
     "popdist/environments": 596,
     "popdist/examples": 1332,
     "popdist/launching": 527,
