@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 SLACK = 20  # lines that a room may be below its budget
 
 BUDGET: dict[str, int] = {
-    "collectives": 2307,
+    "collectives": 2308,
     "collectives/backends": 997,
     "collectives/cuda": 246,
     "collectives/hosts": 267,
