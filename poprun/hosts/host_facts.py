@@ -164,7 +164,8 @@ def facts_from(host: str, answer: object, is_cached: bool = False) -> HostFacts:
     """
     try:
         own = {"host": host, "is_cached": is_cached}
-        facts: HostFacts = value_of(HostFacts, {**answer, **own} if isinstance(answer, dict) else answer)
+        facts = value_of(HostFacts, {**answer, **own} if isinstance(answer, dict) else answer)
+        assert isinstance(facts, HostFacts)
         _ = [each.ip for each in facts.interfaces]
     except (TypeError, ValueError):
         raise ValueError(f"not an answer of survey_script.py: {str(answer)[:80]}") from None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import is_dataclass
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TypeVar, get_args, get_origin, get_type_hints
 
 Kind = TypeVar("Kind")
 
@@ -14,9 +14,9 @@ _MOST = 1 << 63
 """The limit of all received numbers."""
 
 
-def pack(message: Any, version: int) -> bytes:
-    """Return a dataclass as one line of JSON with the version of its format."""
-    return json.dumps({"version": version, **asdict(message)}, allow_nan=False).encode()
+def pack(fields: Mapping[str, object], version: int) -> bytes:
+    """Return the fields of a dataclass as one line of JSON with the version of its format."""
+    return json.dumps({"version": version, **fields}, allow_nan=False).encode()
 
 
 def unpack(kind: type[Kind], data: bytes, version: int, name: str) -> Kind:
@@ -39,13 +39,14 @@ def unpack(kind: type[Kind], data: bytes, version: int, name: str) -> Kind:
     if received != version:
         raise ValueError(f"this {name} has version {received!r:.20}, but {version} is known here")
     try:
-        made: Kind = value_of(kind, found)
+        made = value_of(kind, found)
     except (TypeError, ValueError) as error:
         raise ValueError(f"this {name} cannot be understood: {error!r:.200}") from None
+    assert isinstance(made, kind)
     return made
 
 
-def value_of(kind: Any, found: Any) -> Any:
+def value_of(kind: object, found: object) -> object:
     """Return a value from JSON as a type that may consist of dataclasses, tuples, mappings, texts and numbers.
 
     A dataclass is an object with the names of its fields, whose other names are ignored, or a list in their order.
@@ -65,6 +66,6 @@ def value_of(kind: Any, found: Any) -> Any:
         return kind(**{name: value_of(types[name], each) for name, each in named.items() if name in types})
     if kind is float and type(found) is int:
         kind = int
-    if type(found) is not kind or (kind in (int, float) and not abs(found) < _MOST):
+    if type(found) is not kind or (isinstance(found, int | float) and not abs(found) < _MOST):
         raise TypeError(f"{found!r:.40} is no {getattr(kind, '__name__', kind)}")
     return found

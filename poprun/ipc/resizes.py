@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from poprun.ipc import json_values
 
@@ -33,7 +33,7 @@ class ResizeRequest:
 
     def pack(self) -> bytes:
         """Return the request as JSON."""
-        return json_values.pack(self, VERSION)
+        return json_values.pack(asdict(self), VERSION)
 
     @classmethod
     def unpack(cls, data: bytes) -> ResizeRequest:
@@ -62,7 +62,7 @@ class ResizeAnswer:
 
     def pack(self) -> bytes:
         """Return the answer as JSON."""
-        return json_values.pack(self, VERSION)
+        return json_values.pack(asdict(self), VERSION)
 
     @classmethod
     def unpack(cls, data: bytes) -> ResizeAnswer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from popdist.instance import replica_blocks
 from popdist.records.progress import Made, State
@@ -110,7 +110,7 @@ class Snapshot:
 
     def pack(self) -> bytes:
         """Return the snapshot as one line of JSON, for viewers and for `poprun top --json`."""
-        return json_values.pack(self, VERSION)
+        return json_values.pack(asdict(self), VERSION)
 
     @classmethod
     def unpack(cls, data: bytes) -> Snapshot:
