@@ -23,7 +23,7 @@ ANY = {
     "strategies/compat": 26,
     "strategies/data": 4,
     "strategies/exchange": 2,
-    "strategies/jax": 69,
+    "strategies/jax": 71,
     "strategies/keras": 14,
     "strategies/sinks": 11,
     "strategies/torch": 6,

@@ -429,7 +429,7 @@ _ACROSS = frozenset(
     }
 )  # fmt: skip
 
-LOOPS_AND_BRANCHES = frozenset({"cond", "scan", "while"})
+_LOOPS_AND_BRANCHES = frozenset({"cond", "scan", "while"})
 _BY_PLACE = frozenset({"random_bits", "random_seed", "random_wrap", "random_fold_in", "random_split", "threefry2x32"})
 """The operations whose elements depend on their places in the array."""
 
@@ -510,7 +510,7 @@ def operations(closed: core.ClosedJaxpr) -> list[tuple[str, ...]]:
 
 def _is_looked_into(equation: Equation) -> bool:
     """Return whether the programs in an equation show everything that it does with elements."""
-    return equation.primitive.name in LOOPS_AND_BRANCHES or body_of_call(equation, is_derived=True) is not None
+    return equation.primitive.name in _LOOPS_AND_BRANCHES or body_of_call(equation, is_derived=True) is not None
 
 
 def _numbers(equation: Equation) -> Iterator[str]:

@@ -13,10 +13,11 @@ import itertools
 import logging
 import mmap
 import resource
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -33,16 +34,7 @@ from popdist.xla import (
     right_sums_setting,
 )
 from strategies.errors import DeviceError
-from strategies.jax.programs.jaxpr import (
-    LOOPS_AND_BRANCHES,
-    Equation,
-    Variable,
-    bind,
-    body_of_call,
-    evaluate,
-    variables,
-    with_bodies,
-)
+from strategies.jax.programs.jaxpr import Equation, Variable, bind, body_of_call, evaluate, variables
 from strategies.late_jax import is_jax_loaded, jax, jnp
 from strategies.late_jax import jax_core as core
 from strategies.typing import Function, Leaf, Tree
@@ -253,10 +245,9 @@ def with_rounded_products(function: Function) -> Function:
     def rounded(*arguments: Tree, **named: Tree) -> Tree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments, **named)
         leaves = jax.tree.leaves((arguments, named))
-        full = [leaf for leaf in leaves if leaf.size]
-        if not full:
+        found = next((leaf for leaf in leaves if leaf.size), None)
+        if found is None:
             return function(*arguments, **named)
-        found = next((leaf for leaf in full if jnp.issubdtype(leaf.dtype, jnp.floating)), full[0])
         zero = jnp.where(is_true([found]), jnp.uint32(0), jnp.uint32(1))  # always 0, which the compiler does not know
         results = _evaluate(closed, leaves, zero)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -287,12 +278,16 @@ def _summed(jaxpr: core.Jaxpr) -> Iterator[Variable]:
 
 
 def _results(like: core.Jaxpr, equation: Equation, given: Sequence[Leaf], zero: jax.Array) -> Sequence[Leaf]:
-    name = equation.primitive.name
+    name, params = equation.primitive.name, equation.params
     if name in ("sqrt", "rsqrt"):
         root = _rounded(jax.lax.sqrt(given[0]), zero)
         return [root if name == "sqrt" else jnp.ones_like(root) / root]
-    if name in LOOPS_AND_BRANCHES:
-        return bind(like, with_bodies(equation, _rounded_body), given)
+    if name == "cond":
+        return _chosen(params["branches"], given, zero)
+    if name == "while":
+        return _repeated(params, given, zero)
+    if name == "scan":
+        return _scanned(equation, given, zero)
     body = body_of_call(equation, is_derived=True)
     return bind(like, equation, given) if body is None else _evaluate(body, given, zero)
 
@@ -308,10 +303,48 @@ def _rounded(product: jax.Array, zero: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, product.dtype)
 
 
-def _rounded_body(body: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """Return the body of a loop or branch, in which no product is contracted with a sum."""
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in body.in_avals]
-    return jax.make_jaxpr(with_rounded_products(core.jaxpr_as_fun(body)))(*shapes)
+# ---- loops and branches
+
+
+def _closed(body: core.ClosedJaxpr, zero: jax.Array) -> Callable[..., list[Leaf]]:
+    return lambda *given: _evaluate(body, given, zero)
+
+
+def _chosen(branches: Sequence[Any], given: Sequence[Leaf], zero: jax.Array) -> Sequence[Leaf]:
+    index, *operands = given
+    results: list[Leaf] = jax.lax.switch(index, [_closed(branch, zero) for branch in branches], *operands)
+    return results
+
+
+def _repeated(params: Any, given: Sequence[Leaf], zero: jax.Array) -> Sequence[Leaf]:
+    of_condition, of_body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    is_wanted, body = (_closed(params[name], zero) for name in ("cond_jaxpr", "body_jaxpr"))
+    results: list[Leaf] = jax.lax.while_loop(
+        lambda state: is_wanted(*given[:of_condition], *state)[0],
+        lambda state: body(*given[of_condition:of_body], *state),
+        list(given[of_body:]),
+    )
+    return results
+
+
+def _scanned(equation: Equation, given: Sequence[Leaf], zero: jax.Array) -> Sequence[Leaf]:
+    inner = equation.params["jaxpr"]
+    body = _closed(inner, zero)
+    # Shapes tell how many values are carried and how many are cut into rows: JAX's parameters for it have changed.
+    cut = sum(outer.aval.ndim > row.aval.ndim for outer, row in zip(equation.invars, inner.jaxpr.invars, strict=True))
+    carried = sum(
+        outer.aval.ndim == result.aval.ndim for outer, result in zip(equation.outvars, inner.jaxpr.outvars, strict=True)
+    )
+    last = len(given) - cut
+    first = last - carried
+
+    def step(state: list[Leaf], rows: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
+        results = body(*given[:first], *state, *rows)
+        return results[:carried], results[carried:]
+
+    options = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
+    state, rows = jax.lax.scan(step, list(given[first:last]), list(given[last:]), **options)
+    return [*state, *rows]
 
 
 logger = logging.getLogger(__name__)
