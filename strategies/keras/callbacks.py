@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial, partialmethod
 from importlib.util import find_spec
 from types import NoneType
@@ -27,7 +27,7 @@ from strategies.jax.replicas.replicas import Replicas
 from strategies.keras.checkpointing import given_to, with_whole_backups
 from strategies.keras.checks import check_not_recompiled
 from strategies.keras.patches import begin_with_epoch, call_in_one_thread, pass_over_batches
-from strategies.keras.state import Array, Callbacks, Logs
+from strategies.keras.state import Array, Callbacks, Logs, State, Values
 from strategies.placeholders import packed, unpacked
 from strategies.strategy import Strategy, get_strategy
 from strategies.typing import Batch, Tree
@@ -36,7 +36,6 @@ _WAY_OUT = (
     "; give all instances the same program, arguments and callbacks, or wrap a callback that only writes in "
     "strategies.keras.OnChief"
 )
-_DIGEST_BYTES = 16
 _FEW = 4  # variables of at most so many elements are shown in messages
 _OWN = ("name", "learning_rate")  # names differ between processes; the rate is broadcast from instance 0
 
@@ -126,9 +125,82 @@ def _broadcast_number(replicas: Replicas, number: int, root: int, name: str) -> 
     return int(array)
 
 
-def variables_of(model: keras.Model) -> list[keras.Variable]:
-    """Return all variables of a model and its optimizer but those of metrics."""
+class VariableWatch:
+    """A watcher of changes of a model's variables between steps.
+
+    Arrays of JAX never change, so the same object has the same value.
+
+    Args:
+        model: Model of Keras.
+
+    Attributes:
+        is_changed: Whether the present step began with other arrays than those that the last step left, or that all
+            instances agreed on.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self.is_changed = True
+        self._model = model
+        self._left: list[Array] = []
+        self._changes = hashlib.blake2b(digest_size=16)  # digest of changes since the last call of `taken`
+
+    def before_step(self, state: State) -> None:
+        """Note the changes in the state with which a step begins."""
+        self.is_changed = self._note(_arrays(state))
+
+    def after_step(self, state: State) -> None:
+        """Remember the state that a step has left."""
+        self._left = _arrays(state)
+
+    def begin(self) -> None:
+        """Take the present variables of the model as unchanged."""
+        self._left = self.arrays()
+        self._changes = hashlib.blake2b(digest_size=16)
+
+    def taken(self, with_flags: bool) -> bytes:
+        """Return a digest of the variables that were changed since the last call.
+
+        Args:
+            with_flags: Whether to include the flags `trainable`, which takes longer.
+        """
+        if self._model._jax_state_synced:  # else Keras's loop holds the state, and no code can change it
+            self._note(self.arrays())
+        if with_flags:
+            self._changes.update(bytes(variable.trainable for variable in self._model.variables))
+        changes, self._changes = self._changes, hashlib.blake2b(digest_size=16)
+        return changes.digest()
+
+    def arrays(self) -> list[Array]:
+        """Return the values of all variables but those of metrics, as Keras knows them."""
+        return [variable.value for variable in _variables(self._model)]
+
+    def assign(self, values: Values) -> None:
+        """Assign values to the variables, in the order of `arrays`."""
+        for variable, value in zip(_variables(self._model), values, strict=True):
+            variable.assign(value)
+
+    def _note(self, arrays: list[Array]) -> bool:
+        """Note the arrays that differ from those of the last step; return whether any does."""
+        pairs = enumerate(zip(arrays, self._left, strict=False))
+        changed = [place for place, (new, old) in pairs if not _is_same(new, old)]
+        for place in changed:
+            self._changes.update(str((place, digest_of(arrays[place]))).encode())
+        is_changed = bool(changed) or len(arrays) != len(self._left)
+        self._left = arrays
+        return is_changed
+
+
+def _variables(model: keras.Model) -> list[keras.Variable]:
     return [*model.trainable_variables, *model.non_trainable_variables, *model.optimizer.variables]
+
+
+def _is_same(one: Array, other: Array) -> bool:
+    is_scalar = np.ndim(one) == 0 == np.ndim(other)  # Keras copies scalars
+    return one is other or (is_scalar and np.asarray(one).tobytes() == np.asarray(other).tobytes())
+
+
+def _arrays(state: State) -> list[Array]:
+    return [array for part in state[:-1] for array in part]  # without metrics: these begin anew in each epoch
 
 
 def terms_of_call(model: keras.Model, called: str, callbacks: Sequence[str], arguments: Mapping[str, object]) -> Terms:
@@ -151,7 +223,7 @@ def terms_of_call(model: keras.Model, called: str, callbacks: Sequence[str], arg
 def terms_of_model(model: keras.Model, hook: str) -> Terms:
     """Return the terms that must be equal on all instances after a hook of callbacks: flags and all variables."""
     rates = {f"{each.name} after {hook},": _value(each.value) for each in model.optimizer.variables if not each.shape}
-    pairs = enumerate(variables_of(model))
+    pairs = enumerate(_variables(model))
     values = {f"{variable.name} ({number}) after {hook},": _value(variable.value) for number, variable in pairs}
     # A difference in rates causes differences in other variables, so rates come earlier.
     return [_flags(model), rates, values]
@@ -273,8 +345,7 @@ class RunningLoop:
         unite: Function that gives Keras the whole state. Collective.
         resume: Function called when training begins.
         steps_made: Function that returns the number of steps so far.
-        trains: Whether the loop trains.
-        calls: Number of calls so far of each hook after which instances agree.
+        watch: Watcher of changes by callbacks; None without training.
     """
 
     model: keras.Model
@@ -283,8 +354,7 @@ class RunningLoop:
     unite: Callable[[], object] = lambda: None
     resume: Callable[[], object] = lambda: None
     steps_made: Callable[[], int] = lambda: 0
-    trains: bool = False
-    calls: Counter[str] = field(default_factory=Counter)
+    watch: VariableWatch | None = None
 
     @property
     def is_alone(self) -> bool:
@@ -294,21 +364,15 @@ class RunningLoop:
     def agree(self, hook: str) -> None:
         """Stop all instances if a callback stops one, after a hook of all callbacks. Collective.
 
-        Compare the variables too, at the end of each epoch, and after calls 1, 2, 4, 8, ... of another hook.
-
         Raises:
-            DisagreementError: On all instances, if their variables or flags `trainable` differ.
+            DisagreementError: On all instances, if callbacks have made different changes on them.
         """
-        if not self.is_alone and self.trains:
-            self.calls[hook] += 1
-            digest = bytes(_DIGEST_BYTES)
-            if hook == "on_epoch_end" or self.calls[hook].bit_count() == 1:
-                self.model.jax_state_sync()
-                flags = np.array([variable.trainable for variable in self.model.variables])
-                digest = bits_of([flags, *(variable.value for variable in variables_of(self.model))])
+        if not self.is_alone and self.watch is not None:
+            digest = self.watch.taken(with_flags="epoch" in hook)
             replicas, stops = self.strategy.replicas, bool(self.model.stop_training)
             self.model.stop_training, is_same = compared(replicas, stops, digest, f"changes by callbacks in {hook}")
             if not is_same:
+                self.model.jax_state_sync()
                 insist(replicas, terms_of_model(self.model, hook), "variables of the model")
         check_not_recompiled(self.model, hook)
 
@@ -317,13 +381,12 @@ class RunningLoop:
         replicas, begun = self.strategy.replicas, self.model._initial_epoch or 0
         begin_with_epoch(self.model, number_of_leader(replicas, begun, "first epoch"))
         self.resume()
-        if self.is_alone or not self.trains:
+        if self.is_alone or self.watch is None:
             return
-        variables = variables_of(self.model)
-        arrays = [variable.value for variable in variables]
+        arrays = self.watch.arrays()
         if not compared(replicas, False, bits_of(arrays), "variables of the model")[1]:
-            for variable, value in zip(variables, broadcast(replicas, arrays), strict=True):
-                variable.assign(value)
+            self.watch.assign(broadcast(replicas, arrays))
+        self.watch.begin()
 
 
 class _OfStrategy(keras.callbacks.LambdaCallback):
@@ -352,7 +415,7 @@ def _reporter(running: RunningLoop) -> _OfStrategy:
         for each in running.strategy.replicas.sinks:
             each.log_scalars(values, running.steps_made())
 
-    if not running.trains:
+    if running.watch is None:
         return _OfStrategy(on_test_end=lambda logs=None: report(EVALUATION, logs))
     return _OfStrategy(on_epoch_end=lambda epoch, logs=None: report(EPOCH, logs))
 

@@ -15,6 +15,7 @@ from keras.utils import unpack_x_y_sample_weight
 
 from strategies.keras.callbacks import (
     RunningLoop,
+    VariableWatch,
     check_same_rows,
     described,
     insist,
@@ -82,6 +83,7 @@ class ReplicatedModel:
         self._compared = 0
         self._feeds: dict[str, KerasFeed] = {}
         self._said: int | None = None  # steps per execution set by the user, while Keras uses another number
+        self._watch = VariableWatch(model)
         self._strategies: dict[int, Strategy] = {}  # strategies by the number of devices per replica
 
     @property
@@ -169,7 +171,7 @@ class ReplicatedModel:
                 stack.enter_context(self._resumed(checkpoints, feed))
 
         begin_with_epoch(self._model, 0)  # where an earlier `fit` was resumed
-        running = RunningLoop(self._model, self.strategy, feed.begin_with, self.unite, resume, self._made, True)
+        running = RunningLoop(self._model, self.strategy, feed.begin_with, self.unite, resume, self._made, self._watch)
         prepared = listed(callbacks, running, verbose=verbose, epochs=epochs, steps=steps, add_history=True)
         stack.enter_context(finalized_if_whole(self._model.optimizer))
         with self._while(running, train=feed, test=validation), stack:
@@ -273,8 +275,9 @@ class ReplicatedModel:
             steps = self.options.executed(self._steps_per_execution)
             kind = OwnTrainFunction if is_own(self.stock, "train_step") else StockTrainFunction
             staged = self._extensions.staged
-            function = kind(self._model, self.strategy, self.options, steps, staged)
-            self._model.train_function = _Called(function, lambda: self._feeds.get("train"), self._alone)
+            function = kind(self._model, self.strategy, self.options, steps, self._watch, staged)
+            watch = None if self.strategy.replicas.communicator.size == 1 else self._watch
+            self._model.train_function = _Called(function, lambda: self._feeds.get("train"), self._alone, watch)
 
     def make_test_function(self, force: bool = False) -> None:
         """Make the function of evaluation, if it is missing or outdated; Keras calls it before it evaluates."""
@@ -397,7 +400,7 @@ class ReplicatedModel:
         self._begin()
         self._running, self._feeds = running, {name: feed for name, feed in feeds.items() if feed is not None}
         try:
-            with self._executing(training=running.trains):
+            with self._executing(training=running.watch is not None):
                 yield
         finally:
             self._running, self._feeds = outer
@@ -475,20 +478,26 @@ class _Called:
         function: The function.
         feed: Returns the feed of the loop, or None.
         of_one: Returns this instance's batches from the generator of one batch.
+        watch: Watcher of changes between steps; None if changes do not matter.
     """
 
     function: Any
     feed: Callable[[], KerasFeed | None]
     of_one: Callable[[Iterator[Batch]], Iterator[Batch]]
+    watch: VariableWatch | None = None
 
     def __call__(self, state: State, iterator: Iterator[Batch]) -> tuple[Tree, State]:
         feed = self.feed()
+        if self.watch is not None:
+            self.watch.before_step(state)
         try:
-            made: tuple[Tree, State] = self.function(state, self.of_one(iterator) if feed is None else feed.current)
-            return made
+            returned, state = self.function(state, self.of_one(iterator) if feed is None else feed.current)
         except BaseException:
             give_back(self.function.model, state)
             raise
+        if self.watch is not None:
+            self.watch.after_step(state)
+        return returned, state
 
 
 FORWARDED = [

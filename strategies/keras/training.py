@@ -28,7 +28,7 @@ from strategies.jax.programs.compilation import jit
 from strategies.jax.programs.jaxpr import depends_on, looks
 from strategies.jax.replicas.replica_context import get_replica_context
 from strategies.jax.replicas.variables import PartOfArray
-from strategies.keras.callbacks import bits_of, broadcast, compared
+from strategies.keras.callbacks import VariableWatch, bits_of, broadcast, compared
 from strategies.keras.checkpointing import SavedFit
 from strategies.keras.data import FeedEpoch
 from strategies.keras.extensions import ModelOptions
@@ -83,6 +83,7 @@ class TrainFunction(ABC):
         strategy: Strategy whose replicas train.
         options: Options of the model.
         steps: Number of steps of a call.
+        watch: Watcher that knows whether the last step left the present variables.
         staged: Model in stages; None if the model has none, or marks its stages itself.
         trainer: Trainer that makes the steps; None before the first step.
         saved: Checkpoints of the steps, while a `fit` with checkpoints runs.
@@ -96,6 +97,7 @@ class TrainFunction(ABC):
     strategy: Strategy
     options: ModelOptions
     steps: int
+    watch: VariableWatch
     staged: StagedModel | None
 
     def __post_init__(self) -> None:
@@ -109,7 +111,6 @@ class TrainFunction(ABC):
         self._names: tuple[str, ...] = ()  # names of logs that no metric has computed
         self._order: tuple[str, ...] | None = None  # names of all logs; None for the results of metrics, and the others
         self._is_adopted = False
-        self._left: State = ()  # by the last step
         self._then: tuple[Values, TrainState] | None = None  # the restored state, if training resumes within an epoch
 
     @abstractmethod
@@ -172,12 +173,12 @@ class TrainFunction(ABC):
         if self._is_adopted:
             return own, self._placed(begun)
         self._is_adopted = True
-        return own, self._adopted(begun, state)
+        return own, self._adopted(begun)
 
-    def _adopted(self, state: TrainState, given: State) -> TrainState:
-        """Return instance 0's state on all instances, given it as Keras has it. Collective.
+    def _adopted(self, state: TrainState) -> TrainState:
+        """Return instance 0's state on all instances. Collective.
 
-        If all instances have the same bits, nothing is sent. Variables that the last step left are not read for this.
+        If the variables are those that all instances agreed on, and all else is equal, nothing is sent.
         """
         assert self.trainer is not None
         if self.options.step:  # instances may hold parts of the state
@@ -185,11 +186,9 @@ class TrainFunction(ABC):
         is_other, is_same = not _may_be_used_up(state), True
         replicas = self.strategy.replicas
         if replicas.communicator.size > 1:
-            left, present = _arrays(self._left), _arrays(given)
-            is_left = len(left) == len(present) and all(map(_is_same, left, present))
-            scale, step, metrics = state.loss_scale, np.int64(state.step), state.model_state[METRICS]
-            digest = bits_of((scale, step, metrics, [] if is_left else present))
-            is_other, is_same = compared(replicas, is_other, digest, "variables were changed")
+            others = bits_of((state.loss_scale, np.int64(state.step), state.model_state[METRICS]))
+            is_other |= self.watch.is_changed
+            is_other, is_same = compared(replicas, is_other, others, "variables were changed")
         return self.trainer.adopt(state) if is_other or not is_same else self._placed(state)
 
     def _placed(self, state: TrainState) -> TrainState:
@@ -207,8 +206,7 @@ class TrainFunction(ABC):
         self.steps_made = state.step
         found: Logs = {**self._results(state.model_state[METRICS]), **results}
         names = found if self._order is None else self._order
-        self._left = self._joined(own, state)
-        return {name: found[name] for name in names}, self._left
+        return {name: found[name] for name in names}, self._joined(own, state)
 
 
 @final
@@ -491,16 +489,6 @@ def _flat(logs: Mapping[str, Number]) -> Logs:
     for name, value in logs.items():
         found |= _flat(value) if isinstance(value, Mapping) else {name: value}
     return found
-
-
-def _arrays(state: State) -> list[Array]:
-    return [array for part in state[:-1] for array in part]  # without metrics: these begin anew in each epoch
-
-
-def _is_same(one: Array, other: Array) -> bool:
-    """Return whether two arrays have the same value without reading large ones: arrays of JAX never change."""
-    is_scalar = np.ndim(one) == 0 == np.ndim(other)  # Keras copies scalars
-    return one is other or (is_scalar and np.asarray(one).tobytes() == np.asarray(other).tobytes())
 
 
 def _is_placed(leaf: Array) -> bool:

@@ -30,7 +30,7 @@ from collectives.backends.thread import run_on_threads
 from collectives.instruments import Instruments
 from popdist import Instance
 from strategies.jax.updates.optimizers import AS_WRITTEN, StepFacts
-from strategies.keras.callbacks import variables_of
+from strategies.keras.callbacks import VariableWatch
 from strategies.keras.updates import KerasOptimizer
 
 
@@ -234,7 +234,7 @@ def test_variables_travel_once_and_only_if_an_instance_changed_them(who_changes)
             if rank == who_changes:
                 model.layers[0].kernel.assign(2 * model.layers[0].kernel)
             model.fit(X, LABELS, batch_size=8, epochs=2, shuffle=False, verbose=0)
-            return bits_of(model), travelled(), len(variables_of(model))
+            return bits_of(model), travelled(), len(VariableWatch(model).arrays())
 
     first, second = run_on_threads(2, program, collectives.Settings(progress=Instruments(notes)))
     assert first == second
