@@ -53,7 +53,7 @@ BUDGET: dict[str, int] = {
     "strategies/measure": 269,
     "strategies/pipelines": 2046,
     "strategies/sinks": 984,
-    "strategies/torch": 8534,
+    "strategies/torch": 8540,
 }
 """Code lines, without blank lines, comments and docstrings, by package and folder inside of it."""
 

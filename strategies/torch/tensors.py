@@ -522,3 +522,13 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and bool(mallopt(_TRIM_THRESHOLD, _NEVER) and mallopt(_MMAP_THRESHOLD, _LARGE_BYTES))
+
+
+def return_unused_memory() -> None:
+    """Return the free pages inside of glibc's heap to the kernel, where glibc keeps what PyTorch frees.
+
+    PyTorch aligns its blocks, and glibc before 2.38 seldom finds a freed aligned block for a request of the same size.
+    So the heap grows in the first steps, and many of its pages are not used again.
+    """
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)

@@ -16,6 +16,7 @@ from strategies.torch.replicas.buffers import ModelBuffers
 from strategies.torch.replicas.generators import Baton, ComeBack, Leave, kept_generators
 from strategies.torch.replicas.guard import Compared, RepetitionGuard, WriteMarks, is_due, repeats_bits
 from strategies.torch.replicas.module_parts import ModuleWatch, Slot, difference
+from strategies.torch.tensors import return_unused_memory
 
 Results = TypeVar("Results", bound=Compared)
 
@@ -106,6 +107,8 @@ class ReplicaTurns(Generic[Results]):
             StrategyError: If a replica has changed the parts of the module, or written a parameter that all share.
         """
         is_repeated = self.repeats_in(step)
+        if is_due(step.number):
+            return_unused_memory()
         with kept_generators(step.device), self._of_step(step) as view, self.guard.watching(is_repeated):
             names = [name for name, one in self._watch.named if one.requires_grad]
             kept = {self._slots[number].name for number in self._kept}

@@ -71,3 +71,38 @@ class TestPages:
 def test_settings_of_the_environment_win(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     assert not keep_freed_memory()
+
+
+HOLES = """
+import torch
+import strategies, strategies.torch
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1])
+
+module = torch.nn.Linear(8, 8)
+trainer = strategies.torch.Trainer(
+    strategies.IPUStrategy(2), module, lambda module, x: module(x).square().mean(),
+    torch.optim.SGD(module.parameters(), 1e-9),
+)
+fallen = []
+for number in range(1, 9):
+    blocks = [torch.ones(1 << 18) for _ in range(64)]
+    kept = blocks[::2]
+    del blocks
+    before = resident()
+    trainer.step(torch.ones(4, 8))
+    fallen.append(number) if before - resident() > 16 * (1 << 20) // 4096 else None
+    del kept
+print(fallen)
+"""
+
+
+@pytest.mark.job
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is counted as Linux counts it")
+def test_steps_1_2_4_and_8_return_the_unused_pages_of_the_heap():
+    command = [sys.executable, "-c", HOLES]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split("\n")[-2] == "[1, 2, 4, 8]"

@@ -451,10 +451,6 @@ class TestRefusals:
             make(module, torch.optim.LBFGS(module.parameters()))
         with pytest.raises(StrategyError, match=r"is on 'meta', whose tensors have no values"):
             make(copy.deepcopy(module).to("meta"))
-        whole = nn.Linear(2, 2)
-        whole.number = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
-        with pytest.raises(StrategyError, match=r"number is a torch.int64 tensor"):
-            make(whole)
         for options, message in (
             ({"gradient_accumulation_count": 0}, "gradient_accumulation_count is 0"),
             ({"compute_dtype": "int8"}, "compute_dtype is 'int8'; use"),
