@@ -267,7 +267,7 @@ class _OutsideMarks:
     def __init__(self, network: torch.nn.Module) -> None:
         recurses = isinstance(network, torch.jit.ScriptModule)
         self.kind = type(network).__qualname__
-        self._buffers = partial(network.named_buffers, recurse=recurses)
+        self._buffers: partial[Iterator[tuple[str, torch.Tensor]]] = partial(network.named_buffers, recurse=recurses)
         self._before = {name: None if _is_wrapped(one) else one.detach().clone() for name, one in self._buffers()}
         named = network.named_parameters(recurse=recurses)
         self._parameters = WriteMarks(
