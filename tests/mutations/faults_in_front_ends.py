@@ -522,8 +522,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="a replica without a gradient sends the previous step's",
         path="strategies/torch/exchange/contribution.py",
-        old="                view.zero_()",
-        new="                pass",
+        old="            view.zero_()",
+        new="            pass",
         caught_by="tests/strategies/on_torch/test_repeated_turns.py::test_a_parameter_without_a_gradient_adds_no_old_gradient",
     ),
     Fault(

@@ -508,7 +508,7 @@ class GradientAveraging:
     def _tail_values(self, result: PassResult, gradients: Sequence[torch.Tensor | None], is_active: bool) -> TailValues:
         """Return the numbers that travel behind the gradients of a replica."""
         flags = [gradient is not None for gradient in gradients]
-        changes = result.changes_of(self.slots)
+        changes = [result.changes.get(slot.name, float(not slot.is_parameter)) for slot in self.slots]
         settings = hash_at_step(self.loop.step, self.watch.writes - self._writes_before)
         numbers = is_active, self.is_behind, result.loss, result.weight or 0.0, result.weight is not None
         return TailValues(numbers, settings, flags, changes)

@@ -293,7 +293,7 @@ class PassResult:
         loss: The loss; the sum of the weighted losses if they have weights.
         gradients: The gradients of the parameters to which this pass has added one, by name.
         slots: The buffers and frozen parameters after the pass, if the module has others by now.
-        changes: Whether the pass has changed a buffer or frozen parameter, 0 or 1, by name.
+        changes: Whether the pass has changed a buffer or frozen parameter, 0 or 1, by name; a new buffer has no entry.
         losses: The loss of each micro-batch, without its weight.
         weight: The sum of the weights of the losses; None if they have no weights.
     """
@@ -308,10 +308,6 @@ class PassResult:
     def of(self, named: Named) -> list[torch.Tensor | None]:
         """Return the gradients of these parameters, None for parameters without one."""
         return [self.gradients.get(name) for name, _ in named]
-
-    def changes_of(self, slots: Sequence[Slot]) -> list[float]:
-        """Return the changes in the order of the module's slots; a buffer that is new counts as changed."""
-        return [self.changes.get(slot.name, float(not slot.is_parameter)) for slot in slots]
 
     def slots_of(self, slots: Sequence[Slot]) -> list[Slot]:
         """Return the slots after the pass in the order of the module's slots."""

@@ -72,7 +72,7 @@ class Contribution:
 
     def take(self, gradients: Sequence[torch.Tensor | None], first: int = 0) -> None:
         """Take whole gradients, which `make_whole` has seen. Autograd must be off."""
-        places, views, copied, gpus = self._plan.places, [], [], set()
+        places, views, copied, missing = self._plan.places, [], [], []
         for number, gradient in enumerate(gradients, first):
             if gradient is None and self._device is not None:  # new memory has zeros
                 continue
@@ -83,16 +83,19 @@ class Contribution:
                 self.lent.pop((place.bucket, place.buffer), None)
             view = self._views[number] if number in self._views else self._new_view(number, place)
             if gradient is None:
-                view.zero_()
+                missing.append(view)
                 continue
             views.append(view)
             copied.append(gradient)
-            if gradient.is_cuda and self._device is None:
-                gpus.add(gradient.device)
+        gpus = {one.device for one in copied if one.is_cuda and self._device is None}
         if copied:
             torch._foreach_copy_(views, copied, non_blocking=bool(gpus))
         for gpu in gpus:
             torch.cuda.current_stream(gpu).synchronize()
+        if missing and self._is_locked and not gpus:  # the GPU may still be reading the last means from this memory
+            torch.cuda.synchronize()
+        for view in missing:
+            view.zero_()
 
     def _lends(self, place: GradientPlace, gradient: torch.Tensor) -> bool:
         """Return whether a gradient is exchanged from autograd's memory. If so, put that memory into its bucket."""
@@ -102,8 +105,7 @@ class Contribution:
         else:
             if gradient.numel() != buffer.size or gradient.device != HOST or not gradient.is_contiguous():
                 return False
-            flat = as_array(gradient).reshape(-1)
-            if flat.dtype != buffer.dtype:
+            if (flat := as_array(gradient).reshape(-1)).dtype != buffer.dtype:
                 return False
         self.lent[place.bucket, place.buffer] = flat
         return True
