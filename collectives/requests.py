@@ -75,9 +75,7 @@ class Request(Generic[Result]):
         call, result = self.call, self.result
         if self.finish is collective_ops.reduce:
             reducing: Reducing = self.arguments[0]
-            if reducing.is_shared:
-                transport.stage(reducing.contributions, reducing.reduction)
-            elif transport.opens_reductions and not reducing.reduction.divides_first:
+            if transport.opens_reductions and not reducing.is_shared and not reducing.reduction.divides_first:
                 transport.announce(reducing)
         parts = agree(transport, call, self.carried, self.count)
         if moves is not None:

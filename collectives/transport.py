@@ -113,13 +113,6 @@ class Transport(ABC):
             differ or the arrays of any rank were too large.
         """
 
-    def stage(self, contributions: Contributions, reduction: Reduction) -> None:  # noqa: B027
-        """Begin to move contributions before the exchange, if that saves time.
-
-        After an exchange that brings no arrays, `reduce` of the same contributions into shared memory follows, or
-        nothing.
-        """
-
     def prepared(self, call: Call, reducing: Reducing, out: np.ndarray) -> Prepared | None:
         """Prepare repetitions of the reduction into `out` that has just been carried out; None: they are not faster.
 
@@ -140,7 +133,7 @@ class Transport(ABC):
         """Combine all contributions of all ranks in the order of the tree.
 
         Every rank gets the whole result in `out`; if `reducing.scatters`, only its own block. If `reducing.is_shared`,
-        `out` is the same memory on all ranks, and `stage` was called before. `out` may be the first contribution.
+        `out` is the same memory on all ranks. `out` may be the first contribution.
         """
 
     def reduce_group(self, group: Sequence[Reducing], parts: Parts) -> None:

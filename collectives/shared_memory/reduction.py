@@ -1,4 +1,4 @@
-"""Reductions through shared memory: in chunks, or staged in advance if one chunk is enough.
+"""Reductions through shared memory, chunk by chunk.
 
 Each rank reduces one slice. The other ranks pass their partial sums of it: the largest nodes of the tree inside their
 blocks of replicas (`collectives.tree`). If the blocks are aligned, that is one node per rank.
@@ -89,7 +89,7 @@ class ChunkedReduction:
         elements = min(of_pipe, self._chunk_bytes // self._reduction.dtype.itemsize)
         return max(1, elements // LINE_BYTES * LINE_BYTES)
 
-    def range_of(self, rank: int, step: int) -> tuple[int, int]:
+    def _range_of(self, rank: int, step: int) -> tuple[int, int]:
         """Return the element range of a rank's slice that is reduced in one step."""
         start = self._bounds[rank] + step * self.chunk
         return start, max(start, min(self._bounds[rank + 1], start + self.chunk))
@@ -105,30 +105,20 @@ class ChunkedReduction:
             np.ndarray(length, dtype, self._window.memory, first) for dtype, first in zip(dtypes, starts, strict=False)
         ]
 
-    def places_for(self, owner: int, step: int, chunk: int) -> list[np.ndarray]:
-        """Return the arrays into which this rank writes its partial sums for `owner`."""
-        start, stop = self.range_of(owner, step)
-        return self._piped(self._window.rank, owner, chunk, stop - start)
-
-    def places_of(self, rank: int, step: int, chunk: int) -> list[np.ndarray]:
-        """Return the arrays into which `rank` has written its partial sums for this rank."""
-        start, stop = self.range_of(self._window.rank, step)
-        return self._piped(rank, self._window.rank, chunk, stop - start)
-
     def _produce(self, step: int, chunk: int) -> None:
         rank = self._window.rank
         for owner in range(self._window.size):
             if owner == rank:
                 continue
-            start, stop = self.range_of(owner, step)
+            start, stop = self._range_of(owner, step)
             if start == stop:
                 continue
-            places = self.places_for(owner, step, chunk)
+            places = self._piped(rank, owner, chunk, stop - start)
             put_sums(self._reduction, self.spread, rank, [array[start:stop] for array in self._contributions], places)
 
     def _reduce(self, step: int, chunk: int, own: np.ndarray | None, everything: np.ndarray | None) -> None:
         window = self._window
-        start, stop = self.range_of(window.rank, step)
+        start, stop = self._range_of(window.rank, step)
         if start == stop:
             return
         sources: list[np.ndarray] = []
@@ -136,7 +126,7 @@ class ChunkedReduction:
             if rank == window.rank:
                 sources += [contribution[start:stop] for contribution in self._contributions]
             else:
-                sources += self.places_of(rank, step, chunk)
+                sources += self._piped(rank, window.rank, chunk, stop - start)
         if everything is not None:
             target = everything[start:stop]
         else:
@@ -149,7 +139,7 @@ class ChunkedReduction:
 
     def _fetch(self, step: int, chunk: int, everything: np.ndarray) -> None:
         for rank in range(self._window.size):
-            start, stop = self.range_of(rank, step)
+            start, stop = self._range_of(rank, step)
             if rank == self._window.rank or start == stop:
                 continue
             self._window.await_rank(rank, REDUCED, chunk + 1)
@@ -158,69 +148,6 @@ class ChunkedReduction:
     def _result(self, rank: int, chunk: int, length: int) -> np.ndarray:
         start = pipe_start(self._window.size, rank) + PIPE_BYTES + chunk % DEPTH * (RESULT_BYTES // DEPTH)
         return np.ndarray(length, self._reduction.dtype, self._window.memory, start)
-
-
-class StagedReduction:
-    """A reduction of one chunk into shared memory: all its places are known before the ranks agree.
-
-    Attributes:
-        is_possible: Whether one chunk is enough.
-        elements: Size of the arrays that were planned.
-        count: Number of arrays that each rank contributes.
-    """
-
-    def __init__(self, window: Window, reduction: Reduction, elements: int, count: int) -> None:
-        bounds = slice_bounds(elements, window.size, LINE_BYTES // reduction.dtype.itemsize)
-        self.elements = elements
-        self.count = count
-        counts = (count,) * window.size
-        self._window = window
-        self._reduction = reduction
-        self._spread = spread_of(counts)
-        self._order = order_of(nodes_seen_by(self._spread, window.rank))
-        self._own = slice(bounds[window.rank], bounds[window.rank + 1])
-        self._total = count * window.size
-        self._puts: list[list[tuple[slice, list[np.ndarray]]]] = []
-        self._sources: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
-        parts = Parts(counts, ())
-        flow = ChunkedReduction(window, reduction, parts, bounds, [], PIPE_BYTES)
-        self.is_possible = flow.steps == 1
-        if not self.is_possible:
-            return
-        ranks = range(window.size)
-        for parity in range(DEPTH):
-            self._puts.append(
-                [
-                    (slice(*flow.range_of(owner, 0)), flow.places_for(owner, 0, parity))
-                    for owner in ranks
-                    if owner != window.rank
-                ]
-            )
-            before = [place for rank in ranks[: window.rank] for place in flow.places_of(rank, 0, parity)]
-            after = [place for rank in ranks[window.rank + 1 :] for place in flow.places_of(rank, 0, parity)]
-            self._sources.append((before, after))
-
-    def put(self, contributions: Sequence[np.ndarray], chunk: int) -> None:
-        """Write this rank's partial sums for all other ranks into the pipe."""
-        for part, places in self._puts[chunk % DEPTH]:
-            if len(contributions) == 1:
-                places[0][...] = contributions[0][part]
-                continue
-            mine = [array[part] for array in contributions]
-            if len(places) == 1:
-                self._reduction.fold(mine, places[0])
-            else:
-                put_sums(self._reduction, self._spread, self._window.rank, mine, places)
-
-    def reduce(self, contributions: Sequence[np.ndarray], out: np.ndarray, chunk: int) -> None:
-        """Reduce this rank's slice into `out`."""
-        before, after = self._sources[chunk % DEPTH]
-        own = self._own
-        if len(contributions) == 1:
-            sources = [*before, contributions[0][own], *after]
-        else:
-            sources = [*before, *[array[own] for array in contributions], *after]
-        self._reduction.reduce(sources, out[own], self._total, self._order)
 
 
 def slice_bounds(elements: int, size: int, alignment: int) -> list[int]:

@@ -20,9 +20,8 @@ from collectives.arrays import aligned_empty
 from collectives.caches import BoundedCache
 from collectives.calls import Call
 from collectives.kernel import kernel
-from collectives.reduction import Reduction
 from collectives.shared_memory.prepared import PreparedLayout, PreparedReduction, native_plan
-from collectives.shared_memory.reduction import ChunkedReduction, StagedReduction, slice_bounds
+from collectives.shared_memory.reduction import ChunkedReduction, slice_bounds
 from collectives.shared_memory.segment import (
     CONSUMED,
     COUNT,
@@ -82,13 +81,9 @@ class SharedMemoryTransport(Transport):
         self._inline_bytes = INLINE_BYTES // size
         self._inline: BoundedCache[tuple[np.dtype, int, int], list[tuple[list[np.ndarray], Parts]]] = BoundedCache()
         self._uniform: dict[int, Parts] = {}
-        self._staging: BoundedCache[Reduction, StagedReduction] = BoundedCache()
-        self._staged: StagedReduction | None = None
-        self._ahead = 0  # what the next exchange without arrays announces as their size: STAGED, or 0
         self.shares_memory = True
         self.window_bytes = memory.nbytes
         self.prepares_reductions = window.native is not None
-        self._is_pipe_free = True  # whether all other ranks are known to have read this rank's pipe
 
     # ---- exchange
 
@@ -97,7 +92,7 @@ class SharedMemoryTransport(Transport):
         words, mine = self._words, self._mine
         self._sequence = sequence = self._sequence + 1
         parity = sequence & 1
-        nbytes, self._ahead = self._ahead, 0
+        nbytes = 0
         if arrays:
             first = arrays[0]
             nbytes = first.nbytes * count
@@ -114,8 +109,7 @@ class SharedMemoryTransport(Transport):
         return self.compare(arrays, count)
 
     def begin_exchange(self) -> int:
-        """Return the number of a new exchange, before which nothing was staged for `reduce`."""
-        self._staged = None  # a mean of integers, or a mismatch, leaves what was staged for it
+        """Return the number of a new exchange."""
         self._sequence += 1
         return self._sequence
 
@@ -132,7 +126,6 @@ class SharedMemoryTransport(Transport):
             if words[first_word + _TO_COUNT] != count or words[first_word + _TO_NBYTES] != nbytes:
                 alike = False
         if not alike:
-            self._staged = None  # other ranks have not staged the same
             return True, self._gather_parts(arrays, parity)
         if nbytes in (0, STAGED, TOO_LARGE):
             return True, self._uniform.get(count) or self._plan_uniform(count)
@@ -179,20 +172,6 @@ class SharedMemoryTransport(Transport):
 
     # ---- reductions
 
-    def stage(self, contributions: Sequence[np.ndarray], reduction: Reduction) -> None:
-        """Write the partial sums for other ranks into the pipe before the exchange, if they fit into one chunk."""
-        elements, count = contributions[0].size, len(contributions)
-        plan = self._staging.get(reduction)
-        if plan is None or plan.count != count or plan.elements != elements:
-            plan = self._staging[reduction] = StagedReduction(self.window, reduction, elements, count)
-        self._staged = plan if plan.is_possible else None
-        if plan.is_possible:
-            self._ahead = STAGED
-            if not self._is_pipe_free:
-                self.window.await_all(CONSUMED, self.window.chunks - DEPTH + 1)
-                self._is_pipe_free = True
-            plan.put(contributions, self.window.chunks)
-
     @override
     def prepared(self, call: Call, reducing: Reducing, out: np.ndarray) -> PreparedReduction | None:
         found = kernel()
@@ -206,23 +185,15 @@ class SharedMemoryTransport(Transport):
     def reduce(self, reducing: Reducing, parts: Parts) -> None:
         contributions, out, reduction, scatters, is_shared = reducing
         if scatters:
-            self._is_pipe_free = False
             bounds = [rank * out.size for rank in range(self.size + 1)]
             ChunkedReduction(self.window, reduction, parts, bounds, contributions, PIPE_BYTES).run(out, None)
             return
+        bounds = slice_bounds(out.size, self.size, LINE_BYTES // out.itemsize)
         if not is_shared:
-            bounds = slice_bounds(out.size, self.size, LINE_BYTES // out.itemsize)
             ChunkedReduction(self.window, reduction, parts, bounds, contributions, RESULT_BYTES).run(None, out)
             return
-        staged, self._staged = self._staged, None
-        if staged is not None:
-            staged.reduce(contributions, out, self.window.chunks)
-            self.window.chunks += 1
-            self.window.catch_up()
-        else:
-            bounds = slice_bounds(out.size, self.size, LINE_BYTES // out.itemsize)
-            lo, hi = bounds[self.rank], bounds[self.rank + 1]
-            ChunkedReduction(self.window, reduction, parts, bounds, contributions, PIPE_BYTES).run(out[lo:hi], None)
+        own = out[bounds[self.rank] : bounds[self.rank + 1]]
+        ChunkedReduction(self.window, reduction, parts, bounds, contributions, PIPE_BYTES).run(own, None)
         self.window.await_all(REDUCED, self.window.chunks)
 
     # ---- copies
@@ -277,7 +248,6 @@ class SharedMemoryTransport(Transport):
         """Yield chunk numbers and byte ranges; afterwards set all progress words to the number of passed chunks."""
         step = PIPE_BYTES // DEPTH
         for start in range(0, nbytes, step):
-            self._is_pipe_free = False
             yield self.window.chunks, slice(start, min(nbytes, start + step))
             self.window.chunks += 1
         self.window.catch_up()
@@ -299,5 +269,4 @@ class SharedMemoryTransport(Transport):
     @override
     def close(self) -> None:
         self._inline.clear()
-        self._staging.clear()
         self.window.close()

@@ -17,7 +17,6 @@ from collectives.errors import BusyError
 from collectives.instruments import Instruments
 from collectives.kernel import Kernel
 from collectives.shared_memory import segment
-from collectives.waiting import Limits
 
 WINDOW = Settings(mechanism="window")
 LENGTHS = (7, 3001, 70_001)
@@ -193,23 +192,6 @@ def test_spreads_may_change_between_reductions() -> None:
             communicator.barrier()
 
     run_on_threads(2, program, WINDOW)
-
-
-def test_sums_staged_by_another_call_are_not_taken_for_those_of_a_prepared_one() -> None:
-    """A mean of 64-bit integers stages its arrays, and does not use them."""
-    length = 300_001  # more than one chunk, so that equal ranks stage nothing
-
-    def program(communicator: Communicator) -> None:
-        out, whole = communicator.allocate((length,), np.float32), communicator.allocate((5000,), np.int64)
-        arrays = [np.ones(length, np.float32)] * (1 + communicator.rank)
-        for _ in range(3):
-            communicator.ordered_all_reduce(arrays, out)
-        communicator.ordered_all_reduce([np.arange(5000)], whole, "mean")
-        communicator.ordered_all_reduce(arrays[:1], out)
-        assert (out == 2).all()
-        communicator.barrier()
-
-    run_on_threads(2, program, Settings(mechanism="window", limits=Limits(timeout_s=20)))
 
 
 def test_no_array_is_kept_alive_by_a_prepared_call() -> None:
