@@ -156,7 +156,7 @@ def measure_step(folder: Path, steps: int) -> dict[str, float]:
 
     import popdist
     import strategies
-    from popdist.process import process
+    from popdist.membership.process import process
 
     def loss_fn(variables: Any, batch: Any, key: Any) -> Any:
         hidden = batch["image"].reshape(len(batch["image"]), -1)

@@ -9,16 +9,16 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from popdist import rejoining
-from popdist.connecting import backend_of, check_rank, connect_default
 from popdist.environments.detection import describe_left_out_replicas
 from popdist.environments.poprun import RESERVE_VARIABLE, SPARE_VARIABLE, num_spares
 from popdist.environments.tf_config import Cluster
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance
-from popdist.leaving import can_carry_on, disconnect, watch_exit
-from popdist.places import take_first_places
-from popdist.process import ConnectBackend, group, process
+from popdist.membership import rejoining
+from popdist.membership.connecting import backend_of, check_rank, connect_default
+from popdist.membership.leaving import can_carry_on, disconnect, watch_exit
+from popdist.membership.places import take_first_places
+from popdist.membership.process import ConnectBackend, group, process
 from popdist.records.faults import ATTEMPT_VARIABLE
 from popdist.records.progress import ProgressPage, Role
 from popdist.records.watched import show_stack_when_asked
@@ -157,7 +157,7 @@ def initializeBackend() -> None:
         process.progress.takes_role(is_spare=False)
     watch_exit()
     if RESERVE_VARIABLE in os.environ:
-        from popdist.reserve import hold
+        from popdist.membership.reserve import hold
 
         hold()
 

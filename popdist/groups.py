@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from popdist import context
 from popdist.errors import LifeCycleError
-from popdist.leaving import at_renumbering
-from popdist.process import group, process
+from popdist.membership.leaving import at_renumbering
+from popdist.membership.process import group, process
 
 if TYPE_CHECKING:
     from collectives import Communicator

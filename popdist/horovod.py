@@ -16,9 +16,9 @@ from math import isnan, nan
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from popdist import context
-from popdist.connecting import start_mpi
 from popdist.errors import LifeCycleError, NotInitializedError
-from popdist.leaving import end_before_mpi
+from popdist.membership.connecting import start_mpi
+from popdist.membership.leaving import end_before_mpi
 from popdist.tensors import copied
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from popdist.instance import this_host
 from popdist.launching.channel import FUNCTION_LIMIT_S, LaunchChannel, LaunchMessage, MessageKind, call
 from popdist.launching.reports import InstanceFailure, InstanceResult, ReportSender
 from popdist.launching.travelling import know_sources, pack, unpack
-from popdist.process import process
+from popdist.membership.process import process
 from popdist.records.faults import ATTEMPT_VARIABLE
 from popdist.records.progress import Role
 

@@ -14,7 +14,7 @@ from popdist.launching.reception import FunctionReception
 from popdist.launching.relay import OutputRelay
 from popdist.launching.reports import InstanceFailure, cause_of, results_of
 from popdist.launching.travelling import name_of, pack_call
-from popdist.process import process
+from popdist.membership.process import process
 from popdist.spawned import leave_job
 from popdist.xla import without_own_setting
 

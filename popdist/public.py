@@ -24,8 +24,8 @@ from popdist.groups import registerCommunicator as registerCommunicator
 from popdist.groups import synchronize as synchronize
 from popdist.instance import Instance as Instance
 from popdist.launcher import launch as launch
-from popdist.leaving import can_carry_on as can_carry_on
-from popdist.leaving import carry_on as carry_on
+from popdist.membership.leaving import can_carry_on as can_carry_on
+from popdist.membership.leaving import carry_on as carry_on
 from popdist.queries import checkNumIpusPerReplica as checkNumIpusPerReplica
 from popdist.queries import getDeviceId as getDeviceId
 from popdist.queries import getInstanceIndex as getInstanceIndex

@@ -15,11 +15,11 @@ from typing_extensions import override
 import popdist
 from collectives import Communicator, Settings, connect
 from collectives.instruments import Instrument, Instruments
-from popdist import horovod, spares
+from popdist import horovod
 from popdist.context import join_cluster, own_communicator
 from popdist.environments.tf_config import Cluster
 from popdist.instance import Instance
-from popdist.leaving import is_to_carry_on
+from popdist.membership import leaving, spares
 from strategies.argument_checks import positive, wrong_type
 from strategies.core.journal import JournalMember
 from strategies.defaults import Defaults, rounded_to_power_of_two
@@ -238,7 +238,7 @@ class MpiJob(ShrinkingJob):
     @override
     def join(self) -> tuple[Instance, Communicator]:
         instance = join_as_configured(self.defaults, self._ipus_per_replica)
-        self._shrinks = is_to_carry_on()  # each step asks, and reading the environment takes longer than the answer
+        self._shrinks = leaving.is_to_carry_on()  # each step asks, and reading the environment takes long
         return instance, own_communicator()
 
 

@@ -17,7 +17,7 @@ from leftovers import Lookout
 from sharing_cores import SERVER_VARIABLE, TokenServer, cores_of
 
 import collectives.network  # noqa: F401  # sets what gRPC reads when it is loaded, which tests may do first
-from popdist.process import process
+from popdist.membership.process import process
 
 if TYPE_CHECKING:
     from handing_out import FilesOfTheDead

@@ -67,7 +67,17 @@ LIBRARIES = {
 }
 POPRUN_MAY_KNOW = tuple(
     f"popdist.{name}"
-    for name in ("environments", "errors", "instance", "launching", "records", "standby", "timeline", "version", "xla")
+    for name in (
+        "environments",
+        "errors",
+        "instance",
+        "launching",
+        "records",
+        "membership.standby",
+        "timeline",
+        "version",
+        "xla",
+    )
 )
 IN_PROGRAMS = "poprun/agent/noticing/sitecustomize.py"
 """The file of poprun that runs in the programs' processes, and may use what they use."""

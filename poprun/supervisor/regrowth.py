@@ -1,8 +1,8 @@
 """New instances in the places of lost ones: when poprun starts one, on which host, and when it joins. Pure.
 
 Open MPI cannot take a process into a running job. So the job has reserves: processes that are connected from the
-beginning, whose program begins at poprun's order (`popdist.reserve`). A new instance comes to the place in the program
-at which the others are, and then joins them in a change of the members.
+beginning, whose program begins at poprun's order (`popdist.membership.reserve`). A new instance comes to the place in
+the program at which the others are, and then joins them in a change of the members.
 """
 
 from __future__ import annotations

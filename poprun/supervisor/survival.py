@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from itertools import zip_longest
 
+from popdist.membership.standby import Standing, choose
 from popdist.records.progress import Role
-from popdist.standby import Standing, choose
 from poprun.cli.log import Level
 from poprun.cli.wording import count, list_instances
 from poprun.ipc.facts import Ending, Facts, Loss

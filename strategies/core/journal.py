@@ -24,7 +24,7 @@ import numpy as np
 from collectives import PeerLostError
 from collectives.arrays import MOVABLE
 from collectives.calls import MOST_OF_PEERS, foreign
-from popdist.standby import joined, separated
+from popdist.membership.standby import joined, separated
 from strategies.errors import SpareError
 from strategies.typing import Tree
 
@@ -237,7 +237,7 @@ class InstanceProgress:
 class JournalMember(Protocol):
     """The part of an instance in the journal: an active one adds to it, and a spare reads it.
 
-    The module `popdist.spares` is the part of this process in its job.
+    The module `popdist.membership.spares` is the part of this process in its job.
     """
 
     def is_spare(self) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 
 from collectives import BrokenError, PeerLostError
 from collectives.instruments import RECOVERY
-from popdist.leaving import is_to_carry_on
+from popdist.membership.leaving import is_to_carry_on
 from popdist.records.recording import note_obstacle
 from strategies.core.agreement import Members, broadcast_text, digest_of_arrays
 from strategies.core.engine import Engine, Pending, State

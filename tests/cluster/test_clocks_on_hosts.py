@@ -22,7 +22,7 @@ PROGRAM = f"""
 import os, sys, time
 from pathlib import Path
 import popdist
-from popdist.process import process
+from popdist.membership.process import process
 from popdist.timeline.asked import TimelineOptions
 from popdist.timeline.attaching import Timeline
 from popdist.timeline.meeting import HostClock

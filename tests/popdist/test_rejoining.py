@@ -11,7 +11,7 @@ import pytest
 from grpc_jobs import socket_addresses
 from workers import Worker, disposed_of
 
-from popdist.standby import PASS_ON_EVERY_S
+from popdist.membership.standby import PASS_ON_EVERY_S
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "jobs" / "programs" / "rejoining.py"

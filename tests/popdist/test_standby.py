@@ -17,9 +17,9 @@ from collectives.errors import BrokenError, PeerLostError
 from popdist.context import join_besides
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance
-from popdist.process import process
+from popdist.membership.process import process
+from popdist.membership.standby import BLOCK, Entries, Fed, Feeding, KeptJournal, Standing, choose, joined
 from popdist.records.progress import Role
-from popdist.standby import BLOCK, Entries, Fed, Feeding, KeptJournal, Standing, choose, joined
 
 A, L, S = Role.ACTIVE, Role.LEAVING, Role.SPARE
 

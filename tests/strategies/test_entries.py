@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from popdist.standby import joined, separated
+from popdist.membership.standby import joined, separated
 from strategies import Mean, SpareError
 from strategies.core.journal import DEEPEST, Entry
 from strategies.jax.replicas.sharding import TreeNodes

@@ -26,8 +26,8 @@ import numpy as np
 from collectives import Communicator
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance, this_host
-from popdist.leaving import leave_first
-from popdist.process import process
+from popdist.membership.leaving import leave_first
+from popdist.membership.process import process
 from popdist.tuning import read_limits
 from popdist.xla import own_autotuning_setting
 from strategies.argument_checks import positive

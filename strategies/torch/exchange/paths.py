@@ -26,7 +26,7 @@ from collectives.arrays import ALIGNMENT_BYTES, accumulator_dtype
 from collectives.errors import ClosedError, CollectiveTimeoutError, PeerLostError
 from collectives.plans.spread import Spread
 from popdist.instance import this_host
-from popdist.process import process
+from popdist.membership.process import process
 from strategies.core.agreement import broadcast_text
 from strategies.errors import StrategyError
 from strategies.exchange.choice import AUTO, COMPILED, GPU, HOST, WINDOW, DevicePath, asked_exchange

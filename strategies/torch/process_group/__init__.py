@@ -115,7 +115,7 @@ def _check_ranks(everybody: Communicator, rank: int, size: int) -> None:
 
 def _address(everybody: Communicator) -> str:
     import popdist
-    from popdist.process import process
+    from popdist.membership.process import process
 
     if named := os.environ.get("MASTER_ADDR"):
         return named
@@ -129,7 +129,7 @@ def _address(everybody: Communicator) -> str:
 
 def _drain_all() -> None:
     """Let pending works end before this instance closes its connections, unless the program has failed."""
-    from popdist.process import process
+    from popdist.membership.process import process
 
     if not process.has_failed:
         for group in list(_groups):

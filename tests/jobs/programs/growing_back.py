@@ -13,9 +13,9 @@ import numpy as np
 
 import popdist
 from collectives import BrokenError, PeerLostError
-from popdist import spares
 from popdist.context import progress
-from popdist.leaving import carry_on
+from popdist.membership import spares
+from popdist.membership.leaving import carry_on
 
 STEPS, LOSS_AT, WAIT_AT, REPLICAS = 12, 3, 6, 6
 LIMIT_S = 60.0

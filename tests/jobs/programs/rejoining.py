@@ -15,10 +15,10 @@ import numpy as np
 
 import popdist
 from collectives import BrokenError, PeerLostError
-from popdist import spares
 from popdist.context import join_cluster, progress
 from popdist.environments.tf_config import read_cluster
-from popdist.leaving import carry_on
+from popdist.membership import spares
+from popdist.membership.leaving import carry_on
 
 FAULT, MOMENT = sys.argv[1:] or ("", "")
 STEPS_SHOWN, REPLAYED = 20, 10

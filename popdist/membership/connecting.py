@@ -10,7 +10,7 @@ from popdist.environments.poprun import num_spares
 from popdist.environments.tf_config import read_cluster
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance
-from popdist.process import ConnectBackend, process
+from popdist.membership.process import ConnectBackend, process
 
 if TYPE_CHECKING:
     from collectives import Communicator, Settings

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from popdist import rejoining
 from popdist.errors import LifeCycleError
-from popdist.leaving import connect_survivors
-from popdist.process import Chief, process
+from popdist.membership import rejoining
+from popdist.membership.leaving import connect_survivors
+from popdist.membership.process import Chief, process
+from popdist.membership.standby import SLEEP_S, KeptJournal
 from popdist.records.progress import Role
-from popdist.standby import SLEEP_S, KeptJournal
 
 
 def is_spare() -> bool:

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from popdist.errors import LifeCycleError
-from popdist.process import Chief, process
+from popdist.membership.process import Chief, process
+from popdist.membership.standby import SLEEP_S, Fed, Feeding, KeptJournal, Standing, choose
 from popdist.records.faults import FaultInjector
 from popdist.records.progress import Role
-from popdist.standby import SLEEP_S, Fed, Feeding, KeptJournal, Standing, choose
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,9 +6,9 @@ import logging
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from popdist.process import process
+from popdist.membership.process import process
+from popdist.membership.standby import Fed, Feeding, KeptJournal
 from popdist.records.progress import ProgressPage, Role
-from popdist.standby import Fed, Feeding, KeptJournal
 
 if TYPE_CHECKING:
     from collectives import Communicator

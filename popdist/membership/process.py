@@ -14,11 +14,11 @@ from popdist.environments.detection import detect_instance
 from popdist.environments.poprun import process_index
 from popdist.environments.tf_config import Cluster
 from popdist.instance import Instance
+from popdist.membership.standby import Fed, Feeding, KeptJournal
 from popdist.records.faults import FaultInjector, due_faults
 from popdist.records.metric_words import PROMETHEUS, words_in
 from popdist.records.progress import ProgressPage, Role
 from popdist.records.watched import Waits
-from popdist.standby import Fed, Feeding, KeptJournal
 from popdist.timeline.asked import TimelineOptions
 
 if TYPE_CHECKING:

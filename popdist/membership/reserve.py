@@ -13,10 +13,10 @@ import threading
 import time
 
 from popdist.failing import end_with
-from popdist.process import process
+from popdist.membership.process import process
+from popdist.membership.spares import has_news
+from popdist.membership.standby import SLEEP_S
 from popdist.records.progress import Role
-from popdist.spares import has_news
-from popdist.standby import SLEEP_S
 
 LONG_SLEEP_S = 1.5 * SLEEP_S
 """The time that a reserve sleeps between two looks for news; a job has many reserves."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from popdist import connecting, rejoining
 from popdist.environments.poprun import SHRINKS_VARIABLE
 from popdist.errors import LifeCycleError
 from popdist.failing import end_with
 from popdist.instance import Instance
-from popdist.places import take_places
-from popdist.process import Chief, process
+from popdist.membership import connecting, rejoining
+from popdist.membership.places import take_places
+from popdist.membership.process import Chief, process
 from popdist.records.progress import Role
 
 _at_renumbering: list[Callable[[], None]] = []
@@ -48,7 +48,7 @@ def carry_on() -> Instance:
 
     Returns:
         The new identity of this instance. `communicator` returns a new communicator as well. If fewer instances are
-        wanted, this one may have become a spare: `popdist.spares.is_spare` tells.
+        wanted, this one may have become a spare: `popdist.membership.spares.is_spare` tells.
 
     Raises:
         LifeCycleError: The job was not started to continue after losses.
@@ -114,7 +114,7 @@ def connect_survivors(role: Role) -> None:
 def disconnect() -> None:
     """Wait until all instances disconnect, then disconnect; see `finalizeBackend`."""
     process.refuse_in_child()
-    with process.looking:  # the thread of `popdist.reserve` may be in a change of the members; then it ends
+    with process.looking:  # the thread of `popdist.membership.reserve` may be in a change of the members; then it ends
         process.is_ready = True
     if can_carry_on():
         _end_with_who_is_left()
