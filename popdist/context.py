@@ -18,7 +18,7 @@ from popdist.membership import rejoining
 from popdist.membership.connecting import backend_of, check_rank, connect_default
 from popdist.membership.leaving import can_carry_on, disconnect, watch_exit
 from popdist.membership.places import take_first_places
-from popdist.membership.process import ConnectBackend, group, process
+from popdist.membership.process import ConnectBackend, group, member, process
 from popdist.records.faults import ATTEMPT_VARIABLE
 from popdist.records.progress import ProgressPage, Role
 from popdist.records.watched import show_stack_when_asked
@@ -131,7 +131,7 @@ def initializeBackend() -> None:
     leave_job(os.environ)
     instance = process.detect()
     join_once(instance, process.cluster, os.environ)
-    process.role = Role.SPARE if os.environ.get(SPARE_VARIABLE) == "1" else Role.ACTIVE
+    member.role = Role.SPARE if os.environ.get(SPARE_VARIABLE) == "1" else Role.ACTIVE
     process.attach(ProgressPage.from_environ(os.environ), instance)
     show_stack_when_asked(os.environ)
     from popdist.hidden_packages import check_packages
@@ -190,7 +190,7 @@ def communicator() -> Communicator:
     Raises:
         LifeCycleError: `init` has not been called, or this process is a spare.
     """
-    if process.role is Role.SPARE:
+    if member.role is Role.SPARE:
         raise LifeCycleError(
             "this process is a spare, which takes part in no collective of the instances before it takes the place of "
             "one; use operations of a strategy, whose results spares get, or start the job without --spares"
@@ -212,7 +212,7 @@ def is_chief() -> bool:
     After a loss another instance may become the chief, so ask each time. If instances continue after the chief has
     finished, none of them is the chief.
     """
-    return instance().is_leader and process.role is Role.ACTIVE and not process.has_chief_left
+    return instance().is_leader and member.role is Role.ACTIVE and not member.has_chief_left
 
 
 def join_besides(connect: ConnectBackend) -> Communicator:
@@ -225,7 +225,7 @@ def join_besides(connect: ConnectBackend) -> Communicator:
     process.refuse_in_child()
     if process.communicator is None or process.instance is None:
         raise LifeCycleError("the instances are not connected yet; call popdist.init first")
-    if process.journal is not None:
+    if member.journal is not None:
         raise LifeCycleError(
             "this transport connects the same processes to the end, so no spare can join; start the job without "
             "--spares"

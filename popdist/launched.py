@@ -17,7 +17,7 @@ from popdist.instance import this_host
 from popdist.launching.channel import FUNCTION_LIMIT_S, LaunchChannel, LaunchMessage, MessageKind, call
 from popdist.launching.reports import InstanceFailure, InstanceResult, ReportSender
 from popdist.launching.travelling import know_sources, pack, unpack
-from popdist.membership.process import process
+from popdist.membership.process import member, process
 from popdist.records.faults import ATTEMPT_VARIABLE
 from popdist.records.progress import Role
 
@@ -60,7 +60,7 @@ def main() -> None:
 
 def _is_spare() -> bool:
     """Return whether this process has taken no instance's place; an instance reports its result for it."""
-    return process.role is Role.SPARE if process.communicator is not None else SPARE_VARIABLE in os.environ
+    return member.role is Role.SPARE if process.communicator is not None else SPARE_VARIABLE in os.environ
 
 
 def _send_result(channel: LaunchChannel, value: object) -> None:

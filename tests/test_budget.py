@@ -29,7 +29,7 @@ BUDGET: dict[str, int] = {
     "popdist/environments": 596,
     "popdist/examples": 1332,
     "popdist/launching": 527,
-    "popdist/membership": 851,
+    "popdist/membership": 855,
     "popdist/records": 881,
     "popdist/timeline": 998,
     "poprun": 404,

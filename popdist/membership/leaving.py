@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from popdist.environments.poprun import SHRINKS_VARIABLE
 from popdist.errors import LifeCycleError
@@ -11,9 +12,28 @@ from popdist.failing import end_with
 from popdist.instance import Instance
 from popdist.membership import connecting, rejoining
 from popdist.membership.places import take_places
-from popdist.membership.process import Chief, process
+from popdist.membership.process import Chief, member, process
 from popdist.records.progress import Role
 
+
+@dataclass
+class _Exit:
+    """The end of this process.
+
+    Attributes:
+        is_watched: Whether the process leaves the job when it ends.
+        at_end: Ends other users of MPI.
+        at_failure: Lets a failed process end without waiting.
+        failed_at: Number of collectives called when the program began to fail.
+    """
+
+    is_watched: bool = False
+    at_end: Callable[[], None] | None = None
+    at_failure: Callable[[], None] | None = None
+    failed_at: int | None = None
+
+
+_exit = _Exit()
 _at_renumbering: list[Callable[[], None]] = []
 _WITHOUT_CHIEF = (
     "instance 0 was lost when all others had finished: its output and files for the whole job are missing. "
@@ -59,19 +79,19 @@ def carry_on() -> Instance:
             "the job cannot go on without an instance; start it with poprun --on-failure shrink, or make all workers "
             "with IPUMultiWorkerStrategy(on_failure='shrink')"
         )
-    if not process.is_chosen:
-        if process.lacks_values:  # those that had chosen it are lost before it has got the variables
-            process.role = Role.SPARE
-        connect_survivors(process.role)
-    if process.is_chosen:
-        process.role, process.is_chosen = Role.ACTIVE, False
+    if not member.is_chosen:
+        if member.lacks_values:  # those that had chosen it are lost before it has got the variables
+            member.role = Role.SPARE
+        connect_survivors(member.role)
+    if member.is_chosen:
+        member.role, member.is_chosen = Role.ACTIVE, False
     for forget in _at_renumbering:
         forget()
-    if process.role is Role.ACTIVE:
+    if member.role is Role.ACTIVE:
         process.instance = process.instance.renumbered(process.communicator.rank, process.communicator.size)
     if process.timeline is not None:
-        is_spare = process.role is Role.SPARE
-        process.timeline.renumbered(process.instance.index, 0 if is_spare else process.instance.count, process.changes)
+        is_spare = member.role is Role.SPARE
+        process.timeline.renumbered(process.instance.index, 0 if is_spare else process.instance.count, member.changes)
     return process.instance
 
 
@@ -90,8 +110,8 @@ def connect_survivors(role: Role) -> None:
 
     process.progress.changes()
     while True:
-        lost = [each for each in process.every_communicator if each is not process.alone]
-        latest = lost[-1] if lost else process.alone
+        lost = [each for each in process.every_communicator if each is not member.alone]
+        latest = lost[-1] if lost else member.alone
         assert latest is not None
         everybody = connecting.connect_survivors(latest)
         for communicator in lost:
@@ -114,8 +134,8 @@ def connect_survivors(role: Role) -> None:
 def disconnect() -> None:
     """Wait until all instances disconnect, then disconnect; see `finalizeBackend`."""
     process.refuse_in_child()
-    with process.looking:  # the thread of `popdist.membership.reserve` may be in a change of the members; then it ends
-        process.is_ready = True
+    with member.looking:  # the thread of `popdist.membership.reserve` may be in a change of the members; then it ends
+        member.is_ready = True
     if can_carry_on():
         _end_with_who_is_left()
         return
@@ -123,8 +143,8 @@ def disconnect() -> None:
     process.forget_backend()
     for communicator in communicators[:-1]:
         communicator.close()
-    if process.at_end is not None:
-        process.at_end()
+    if _exit.at_end is not None:
+        _exit.at_end()
     communicators[-1].close()
     process.progress.finished()
     connecting.finalize_mpi()
@@ -145,23 +165,23 @@ def _end_with_who_is_left() -> None:
         try:
             for communicator in process.every_communicator:
                 communicator.close()
-                if communicator is process.communicator and process.feeding is not None:
-                    assert process.journal is not None
-                    process.feeding.end(process.journal)
+                if communicator is process.communicator and member.feeding is not None:
+                    assert member.journal is not None
+                    member.feeding.end(member.journal)
         except (PeerLostError, BrokenError):
             pass
         except Exception:
             process.forget_backend()
             raise
         else:
-            if process.chief is Chief.AT_WORK:
-                process.chief = Chief.DONE
+            if member.chief is Chief.AT_WORK:
+                member.chief = Chief.DONE
             if not process.progress.is_released:
                 break
         try:
             connect_survivors(Role.LEAVING)
         except ClosedError:  # all others have ended in order, and this instance has only missed their last messages
-            process.chief = Chief.DONE
+            member.chief = Chief.DONE
             break
     process.forget_backend()
     process.progress.finished()
@@ -169,23 +189,28 @@ def _end_with_who_is_left() -> None:
 
 def watch_exit() -> None:
     """Make a finished program wait for the others at exit, and a failed program leave at once."""
-    if process.watches_exit:
+    if _exit.is_watched:
         return
     from collectives import forks
     from popdist.failing import LastThreads, notice_failure
 
-    process.watches_exit = True
+    _exit.is_watched = True
     forks.at_exit(_leave)
-    last_threads = LastThreads(lambda: process.has_failed, _abandon)
+    last_threads = LastThreads(has_failed, _abandon)
 
     def note_failure(status: int) -> None:
         if process.communicator is None or process.communicator.is_inherited:
             return
-        process.failed_at = process.calls_made
+        _exit.failed_at = process.calls_made
         if process.communicator.size > 1:
             last_threads.watch(status)
 
     notice_failure(note_failure, lambda: process.progress.is_supervised)
+
+
+def has_failed() -> bool:
+    """Return whether the program has failed and has called no collective since."""
+    return process.communicator is not None and _exit.failed_at == process.calls_made
 
 
 def end_before_mpi(at_end: Callable[[], None], at_failure: Callable[[], None]) -> None:
@@ -195,13 +220,13 @@ def end_before_mpi(at_end: Callable[[], None], at_failure: Callable[[], None]) -
         at_end: Function that ends it together with the other instances, if it is still running.
         at_failure: Function that lets a failed process end without waiting for the others.
     """
-    process.at_end, process.at_failure = at_end, at_failure
+    _exit.at_end, _exit.at_failure = at_end, at_failure
     leave_first()
 
 
 def leave_first() -> None:
     """Let this instance wait for the others before the exit handlers that exist now, which may end what others use."""
-    if process.watches_exit:
+    if _exit.is_watched:
         from collectives import forks
 
         forks.not_at_exit(_leave)  # exit handlers run in reverse order
@@ -215,20 +240,20 @@ def _abandon() -> None:
     for communicator in process.every_communicator:
         communicator.abandon()
     forks.not_at_exit(connecting.finalize_mpi)
-    if process.at_failure is not None:
-        process.at_failure()
+    if _exit.at_failure is not None:
+        _exit.at_failure()
 
 
 def _leave() -> None:
     """Leave the job: together with the others after success, at once after a failure."""
     if process.communicator is not None:
-        if process.has_failed:
+        if has_failed():
             _abandon()
             return
         _finalize_at_exit()
-    if process.chief is Chief.LOST:
-        reason = _ONLY_SPARES if process.role is Role.SPARE else _WITHOUT_CHIEF
-        end_with(1, reason if process.is_first_left else "")
+    if member.chief is Chief.LOST:
+        reason = _ONLY_SPARES if member.role is Role.SPARE else _WITHOUT_CHIEF
+        end_with(1, reason if member.is_first_left else "")
 
 
 def _finalize_at_exit() -> None:

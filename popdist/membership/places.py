@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from popdist.errors import LifeCycleError
-from popdist.membership.process import Chief, process
+from popdist.membership.process import Chief, member, process
 from popdist.membership.standby import SLEEP_S, Fed, Feeding, KeptJournal, Standing, choose
 from popdist.records.faults import FaultInjector
 from popdist.records.progress import Role
@@ -29,16 +29,16 @@ def take_first_places(everybody: Communicator, num_spares: int) -> None:
     """
     assert process.instance is not None
     count = everybody.size - num_spares
-    process.everybody, process.journal = everybody, KeptJournal()
-    process.role = Role.ACTIVE if everybody.rank < count else Role.SPARE
+    process.everybody, member.journal = everybody, KeptJournal()
+    member.role = Role.ACTIVE if everybody.rank < count else Role.SPARE
     spares = dict.fromkeys(range(count, everybody.size), 0)
-    if process.role is Role.ACTIVE:
+    if member.role is Role.ACTIVE:
         process.communicator = _part_of(everybody, range(count))
     else:
-        process.communicator = process.alone = _alone()
-        process.lacks_values = True
+        process.communicator = member.alone = _alone()
+        member.lacks_values = True
     _connect_journal(everybody, spares, feeder=0)
-    process.progress.takes_role(process.role is Role.SPARE)
+    process.progress.takes_role(member.role is Role.SPARE)
 
 
 def take_places(everybody: Communicator, role: Role) -> None:
@@ -55,38 +55,38 @@ def take_places(everybody: Communicator, role: Role) -> None:
     standings, is_done, wishes = _gather(everybody, role)
     _note_the_chief(everybody, role, standings, is_done)
     number, wanted = min(wishes, default=(0, 0))
-    process.target = wanted or process.target or process.instance.count
-    active = choose(standings, process.target)
+    member.target = wanted or member.target or process.instance.count
+    active = choose(standings, member.target)
     is_active = everybody.rank in active
     are_all_active = active == list(range(everybody.size))
     process.everybody = None if are_all_active else everybody
-    process.feeding = process.fed = None
+    member.feeding = member.fed = None
     if role is Role.LEAVING:
         process.communicator, process.everybody = everybody, None
     elif is_active:
         process.communicator = everybody if are_all_active else _part_of(everybody, active)
     else:
-        if process.journal is None:
+        if member.journal is None:
             raise LifeCycleError(
-                f"{process.target} instances are wanted, and this one would sleep, but nothing is kept with which it "
+                f"{member.target} instances are wanted, and this one would sleep, but nothing is kept with which it "
                 "could join again; start the job with poprun --spares"
             )
-        process.communicator = process.alone = process.alone or _alone()
-    if process.journal is not None and role is not Role.LEAVING and active:
+        process.communicator = member.alone = member.alone or _alone()
+    if member.journal is not None and role is not Role.LEAVING and active:
         _bring_up(everybody, role, standings, active)
-    process.is_chosen = role is Role.SPARE and is_active
+    member.is_chosen = role is Role.SPARE and is_active
     if role is Role.ACTIVE and not is_active:
         _fall_asleep()
-    is_spare = process.role is Role.SPARE if role is Role.LEAVING else not is_active
+    is_spare = member.role is Role.SPARE if role is Role.LEAVING else not is_active
     process.progress.takes_role(is_spare, number)
 
 
 def _fall_asleep() -> None:
     """Become a spare: the program has done all operations of the journal itself."""
-    assert process.journal is not None
-    process.role, process.lacks_values = Role.SPARE, True
-    process.journal.encode()
-    process.journal.read = len(process.journal)
+    assert member.journal is not None
+    member.role, member.lacks_values = Role.SPARE, True
+    member.journal.encode()
+    member.journal.read = len(member.journal)
 
 
 def _gather(everybody: Communicator, role: Role) -> tuple[list[Standing], np.ndarray, Sequence[tuple[int, int]]]:
@@ -100,19 +100,17 @@ def _gather(everybody: Communicator, role: Role) -> tuple[list[Standing], np.nda
 
     instance, progress = process.instance, process.progress
     assert instance is not None
-    is_done = process.chief is Chief.DONE or (
-        role is Role.LEAVING and process.role is Role.ACTIVE and instance.is_leader
-    )
+    is_done = member.chief is Chief.DONE or (role is Role.LEAVING and member.role is Role.ACTIVE and instance.is_leader)
     wanted = progress.wanted  # read before the next property, which belongs to the same wish
-    entries = 0 if process.journal is None else len(process.journal)
+    entries = 0 if member.journal is None else len(member.journal)
     host = zlib.crc32(instance.host.encode())
-    may_be_active = progress.may_be_active and process.is_ready
-    own = [int(role), instance.index, host, entries, may_be_active, is_done, process.changes, progress.wish, wanted]
+    may_be_active = progress.may_be_active and member.is_ready
+    own = [int(role), instance.index, host, entries, may_be_active, is_done, member.changes, progress.wish, wanted]
     facts = everybody.all_gather(np.array(own, np.int64), name="places of the processes")
     standings = [
         Standing(Role(role), index, host, entries, bool(may)) for role, index, host, entries, may, *_ in facts.tolist()
     ]
-    process.changes = 1 + int(facts[:, 6].max())
+    member.changes = 1 + int(facts[:, 6].max())
     wishes = [(number, count) for number, count in facts[:, 7:].tolist()]
     of_active = [wish for each, wish in zip(standings, wishes, strict=True) if each.role is Role.ACTIVE]
     found = [wish for wish in of_active or wishes if wish[0]]
@@ -121,9 +119,9 @@ def _gather(everybody: Communicator, role: Role) -> tuple[list[Standing], np.nda
 
 def _note_the_chief(everybody: Communicator, role: Role, standings: Sequence[Standing], is_done: np.ndarray) -> None:
     if is_done.any():
-        process.chief, process.has_chief_left = Chief.DONE, role is not Role.LEAVING
+        member.chief, member.has_chief_left = Chief.DONE, role is not Role.LEAVING
     elif not any(each.role is Role.ACTIVE for each in standings):
-        process.chief, process.is_first_left = Chief.LOST, everybody.rank == 0
+        member.chief, member.is_first_left = Chief.LOST, everybody.rank == 0
 
 
 def _bring_up(everybody: Communicator, role: Role, standings: Sequence[Standing], active: Sequence[int]) -> None:
@@ -136,29 +134,29 @@ def _bring_up(everybody: Communicator, role: Role, standings: Sequence[Standing]
         if each.role is Role.SPARE or (each.role is Role.ACTIVE and rank not in active)
     }
     _connect_journal(everybody, fed, feeder)
-    journal = process.journal
+    journal = member.journal
     assert journal is not None
-    if process.feeding is not None:
-        process.feeding.pass_on(journal)
-        process.feeding.leave_out(active)
+    if member.feeding is not None:
+        member.feeding.pass_on(journal)
+        member.feeding.leave_out(active)
     if role is Role.SPARE and everybody.rank in active:
-        assert process.fed is not None
+        assert member.fed is not None
         while len(journal) < standings[feeder].entries:
-            if not process.fed.take(journal):
+            if not member.fed.take(journal):
                 if process.progress.is_released:
                     from collectives import PeerLostError
 
                     raise PeerLostError("another process was lost while this spare read the journal")
                 time.sleep(SLEEP_S / 10)
-        process.fed = None
+        member.fed = None
 
 
 def _connect_journal(everybody: Communicator, fed: dict[int, int], feeder: int) -> None:
     assert everybody.beside is not None
     if everybody.rank in fed:
-        process.fed = Fed(everybody.beside, feeder)
+        member.fed = Fed(everybody.beside, feeder)
     elif everybody.rank == feeder:
-        process.feeding = Feeding(everybody.beside, fed)
+        member.feeding = Feeding(everybody.beside, fed)
 
 
 def _part_of(everybody: Communicator, active: Sequence[int]) -> Communicator:

@@ -38,6 +38,43 @@ class Chief(Enum):
 
 
 @dataclass
+class MemberState:
+    """State of this process as a member of its job.
+
+    Attributes:
+        role: Its role.
+        is_ready: Whether it may become active; not while a reserve catches up with the others.
+        looking: Lock of the thread of a spare that looks for news.
+        is_chosen: Whether this spare is connected with the active instances, and has not joined them yet.
+        lacks_values: Whether it has been a spare, and has not got the variables of the others yet.
+        target: Wanted number of active instances.
+        journal: Results of operations, if the job has spares.
+        feeding: Connection to the spares, on the instance that passes the journal on.
+        fed: On a spare, the journal that arrives.
+        alone: Communicator of a spare, which takes part in no work of the others.
+        chief: State of the chief.
+        has_chief_left: Whether the chief has finished while this instance continues.
+        is_first_left: Whether this instance is the first survivor.
+        changes: Number of changes of the members so far, the same on all processes that took part in the last.
+    """
+
+    role: Role = Role.ACTIVE
+    is_ready: bool = True
+    looking: Lock = field(default_factory=Lock)
+    is_chosen: bool = False
+    lacks_values: bool = False
+    target: int = 0
+    journal: KeptJournal | None = None
+    feeding: Feeding | None = None
+    fed: Fed | None = None
+    alone: Communicator | None = None
+    chief: Chief = Chief.AT_WORK
+    has_chief_left: bool = False
+    is_first_left: bool = True
+    changes: int = 0
+
+
+@dataclass
 class Process:
     """The state of this process."""
 
@@ -50,28 +87,10 @@ class Process:
     communicator: Communicator | None = None
     others: list[Communicator] = field(default_factory=list)  # connect the same instances over other transports
     everybody: Communicator | None = None  # connects all processes, if some of them are not active
-    alone: Communicator | None = None  # the communicator of a spare, which takes part in no work of the others
-    role: Role = Role.ACTIVE
-    is_ready: bool = True  # whether this process may become active; not while a reserve catches up with the others
-    looking: Lock = field(default_factory=Lock)  # held by the thread of a spare that looks for news
-    is_chosen: bool = False  # whether this spare is connected with the active instances, and has not joined them yet
-    lacks_values: bool = False  # whether this process has been a spare, and has not got the variables of the others yet
-    target: int = 0  # the wanted number of active instances
-    journal: KeptJournal | None = None  # the results of operations, if the job has spares
-    feeding: Feeding | None = None  # on the instance that passes the journal on
-    fed: Fed | None = None  # on a spare
-    chief: Chief = Chief.AT_WORK
-    has_chief_left: bool = False  # whether the chief has finished while this instance continues
-    is_first_left: bool = True  # whether this instance is the first survivor
-    at_end: Callable[[], None] | None = None  # ends other users of MPI
-    at_failure: Callable[[], None] | None = None  # lets a failed process end without waiting
     progress: ProgressPage = ProgressPage()
     attached: Sequence[Instrument] = ()  # instruments that observe this instance
     timeline: Timeline | None = None  # the recording, if the job is recorded
-    changes: int = 0  # number of changes of the members so far, the same on all processes that took part in the last
     was_finalized: bool = False
-    failed_at: int | None = None  # number of collectives called when the program began to fail
-    watches_exit: bool = False
 
     @property
     def every_communicator(self) -> list[Communicator]:
@@ -83,11 +102,6 @@ class Process:
     def calls_made(self) -> int:
         """The number of collectives that this process has called."""
         return sum(communicator.calls_made for communicator in self.every_communicator)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the program has failed and has called no collective since."""
-        return self.communicator is not None and self.failed_at == self.calls_made
 
     def detect(self) -> Instance:
         """Return the instance that the program or the environment describes."""
@@ -135,11 +149,12 @@ class Process:
     def forget_backend(self) -> None:
         """Note that the backend is gone for good."""
         self.communicator = self.everybody = self.connect = None
-        self.alone = self.feeding = self.fed = None
+        member.alone = member.feeding = member.fed = None
         self.others = []
         self.was_finalized = True
 
 
 process = Process()
+member = MemberState()
 group: ContextVar[Communicator | None] = ContextVar("popdist_group", default=None)
 """The communicator of the instances named by the enclosing `execute_on_instances`."""

@@ -6,7 +6,7 @@ import logging
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from popdist.membership.process import process
+from popdist.membership.process import member, process
 from popdist.membership.standby import Fed, Feeding, KeptJournal
 from popdist.records.progress import ProgressPage, Role
 
@@ -24,21 +24,21 @@ _feeding: tuple[Link, Feeding] | None = None
 
 def take_place(communicator: Communicator) -> None:
     """Keep a journal, and become a spare if this worker was started again while the others work."""
-    process.journal, process.progress = KeptJournal(), ProgressPage(is_change_due=_is_change_due)
+    member.journal, process.progress = KeptJournal(), ProgressPage(is_change_due=_is_change_due)
     if not _grpc().is_waiting(communicator):
         return
     assert process.instance is not None
     assert communicator.beside is not None
     count = process.instance.count
-    process.role, process.is_ready, process.alone = Role.SPARE, False, communicator
-    process.lacks_values = True
-    process.fed = Fed(communicator.beside, 0)
+    member.role, member.is_ready, member.alone = Role.SPARE, False, communicator
+    member.lacks_values = True
+    member.fed = Fed(communicator.beside, 0)
     process.instance = process.instance.renumbered(count - 1, count)  # never that of the chief
 
 
 def is_waiting() -> bool:
     """Return whether this is a worker that was started again and waits to join."""
-    return process.workers_go_on and process.alone is not None and bool(_grpc().is_waiting(process.alone))
+    return process.workers_go_on and member.alone is not None and bool(_grpc().is_waiting(member.alone))
 
 
 def may_join(has_read: int) -> None:
@@ -48,7 +48,7 @@ def may_join(has_read: int) -> None:
         has_read: The number of these entries.
     """
     if is_waiting():
-        _grpc().may_join(process.alone, has_read)
+        _grpc().may_join(member.alone, has_read)
 
 
 def has_joined() -> bool:
@@ -57,7 +57,7 @@ def has_joined() -> bool:
     Raises:
         PeerLostError: The worker that passes the journal on is gone.
     """
-    return is_waiting() and bool(_grpc().has_joined(process.alone))
+    return is_waiting() and bool(_grpc().has_joined(member.alone))
 
 
 # ---- the others
@@ -72,7 +72,7 @@ def _is_change_due() -> bool:
 def feed() -> None:
     """Pass the journal on to a worker that was started again, if there is one and this worker has to."""
     global _feeding
-    journal, communicator = process.journal, process.communicator
+    journal, communicator = member.journal, process.communicator
     assert journal is not None
     if communicator is None or communicator.link is None:
         return
@@ -102,15 +102,15 @@ def begin(may_change: bool) -> None:
 
 def end() -> None:
     """Tell a worker that still waits to join that the job ends; on that worker, tell the user."""
-    if process.role is Role.SPARE:
+    if member.role is Role.SPARE:
         logger.warning(
             "the others have finished before this worker had caught up with them, so it has not joined; it catches up "
             "faster if the program does less between two steps"
         )
-    elif process.journal is not None and process.role is Role.ACTIVE:
+    elif member.journal is not None and member.role is Role.ACTIVE:
         feed()
         if _feeding is not None:
-            _feeding[1].end(process.journal)
+            _feeding[1].end(member.journal)
 
 
 def _grpc() -> ModuleType:

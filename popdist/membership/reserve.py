@@ -13,7 +13,7 @@ import threading
 import time
 
 from popdist.failing import end_with
-from popdist.membership.process import process
+from popdist.membership.process import member, process
 from popdist.membership.spares import has_news
 from popdist.membership.standby import SLEEP_S
 from popdist.records.progress import Role
@@ -28,9 +28,9 @@ def hold() -> None:
     Afterwards a thread takes part in changes of the members while the program is busy; it ends when the program reads
     the journal to its end.
     """
-    if not process.is_ready or process.role is not Role.SPARE:
+    if not member.is_ready or member.role is not Role.SPARE:
         return
-    process.is_ready = False
+    member.is_ready = False
     try:
         while not process.progress.is_to_begin:
             if not has_news():
@@ -45,8 +45,8 @@ def _attend() -> None:
     """Take part in changes of the members until the program does so itself."""
     try:
         while True:
-            with process.looking:
-                if process.is_ready:
+            with member.looking:
+                if member.is_ready:
                     return
                 has_news()
             time.sleep(SLEEP_S)

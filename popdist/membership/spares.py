@@ -9,19 +9,19 @@ from contextlib import suppress
 from popdist.errors import LifeCycleError
 from popdist.membership import rejoining
 from popdist.membership.leaving import connect_survivors
-from popdist.membership.process import Chief, process
+from popdist.membership.process import Chief, member, process
 from popdist.membership.standby import SLEEP_S, KeptJournal
 from popdist.records.progress import Role
 
 
 def is_spare() -> bool:
     """Return whether this process waits to take the place of a lost instance."""
-    return process.role is Role.SPARE
+    return member.role is Role.SPARE
 
 
 def keeps_journal() -> bool:
     """Return whether the results of operations are kept, because other instances may join later."""
-    return process.journal is not None
+    return member.journal is not None
 
 
 def may_change(is_so: bool, was_so: bool = False) -> None:
@@ -38,7 +38,7 @@ def may_change(is_so: bool, was_so: bool = False) -> None:
 
 def takes_values() -> None:
     """Note that this process, which was a spare, has got the variables of the others."""
-    process.lacks_values = False
+    member.lacks_values = False
     process.progress.takes_values()
 
 
@@ -48,14 +48,14 @@ def publish(entry: Callable[[], bytes]) -> None:
     Args:
         entry: Function that encodes the result. It is called some time later, at the latest when the members change.
     """
-    journal = process.journal
+    journal = member.journal
     if journal is None:
         return
     process.refuse_in_child()
     if not journal.add(entry):
         return
-    if process.feeding is not None:
-        process.feeding.pass_on(journal)
+    if member.feeding is not None:
+        member.feeding.pass_on(journal)
     if process.workers_go_on:
         rejoining.feed()
 
@@ -73,11 +73,11 @@ def next_entry() -> bytes | None:
         LifeCycleError: This process is no spare.
         SystemExit: At the end of the job.
     """
-    journal = process.journal
+    journal = member.journal
     if journal is None or not is_spare():
         raise LifeCycleError("only a spare reads the journal of the other instances")
     process.refuse_in_child()
-    with process.looking:
+    with member.looking:
         _take_what_has_come(journal)
         if _has_to_join(journal):
             return None
@@ -90,19 +90,19 @@ def _take_what_has_come(journal: KeptJournal) -> None:
     from collectives import PeerLostError
 
     with suppress(PeerLostError):  # `has_news` meets it again when the program has read everything
-        while process.fed is not None and process.fed.take(journal):
+        while member.fed is not None and member.fed.take(journal):
             pass
 
 
 def _has_to_join(journal: KeptJournal) -> bool:
     """Sleep until the journal has another entry; return whether this spare has been chosen instead."""
     while journal.read == len(journal.entries):
-        if process.is_chosen:
+        if member.is_chosen:
             return True
         if has_news():
             continue
-        if not process.is_ready:
-            process.is_ready = True
+        if not member.is_ready:
+            member.is_ready = True
             process.progress.catches_up()
         rejoining.may_join(journal.read)
         time.sleep(SLEEP_S)
@@ -113,9 +113,9 @@ def has_news() -> bool:
     """Look for new entries, for a change of the members, and for the end of the job."""
     from collectives import ClosedError, PeerLostError
 
-    fed, journal = process.fed, process.journal
+    fed, journal = member.fed, member.journal
     assert journal is not None
-    if process.chief is Chief.LOST or fed is None or fed.is_end:
+    if member.chief is Chief.LOST or fed is None or fed.is_end:
         raise SystemExit(0)
     try:
         if fed.take(journal):

@@ -17,7 +17,7 @@ from collectives.errors import BrokenError, PeerLostError
 from popdist.context import join_besides
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance
-from popdist.membership.process import process
+from popdist.membership.process import member, process
 from popdist.membership.standby import BLOCK, Entries, Fed, Feeding, KeptJournal, Standing, choose, joined
 from popdist.records.progress import Role
 
@@ -228,7 +228,7 @@ def test_a_communicator_has_a_link_beside_its_collectives() -> None:
 
 
 def test_a_spare_takes_part_in_no_collective_of_the_instances(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "role", Role.SPARE)
+    monkeypatch.setattr(member, "role", Role.SPARE)
     with pytest.raises(LifeCycleError, match="is a spare, which takes part in no collective"):
         popdist.allreduce([1])
     with pytest.raises(LifeCycleError, match="is a spare"):
@@ -236,7 +236,7 @@ def test_a_spare_takes_part_in_no_collective_of_the_instances(monkeypatch: pytes
 
 
 def test_a_second_transport_is_refused_in_a_job_with_spares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "journal", KeptJournal())
+    monkeypatch.setattr(member, "journal", KeptJournal())
     monkeypatch.setattr(process, "communicator", collectives.connect("single", Settings()))
     monkeypatch.setattr(process, "instance", Instance(0, 1, 1, 0, 1, 0))
     with pytest.raises(LifeCycleError, match="start the job without --spares"):

@@ -26,7 +26,7 @@ import numpy as np
 from collectives import Communicator
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance, this_host
-from popdist.membership.leaving import leave_first
+from popdist.membership.leaving import has_failed, leave_first
 from popdist.membership.process import process
 from popdist.tuning import read_limits
 from popdist.xla import own_autotuning_setting
@@ -321,7 +321,7 @@ def _reserved_port() -> Iterator[int]:
 def _leave_if_failed() -> None:
     """Leave JAX's runtime at once if the program has failed, because its regular end waits for all other instances."""
     is_child = process.communicator is not None and process.communicator.is_inherited
-    if process.has_failed or is_child:
+    if has_failed() or is_child:
         state = distributed.global_state
         for each in (state.client, state.service):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))  # otherwise its destructor waits

@@ -26,7 +26,7 @@ from collectives.arrays import ALIGNMENT_BYTES, accumulator_dtype
 from collectives.errors import ClosedError, CollectiveTimeoutError, PeerLostError
 from collectives.plans.spread import Spread
 from popdist.instance import this_host
-from popdist.membership.process import process
+from popdist.membership.leaving import has_failed
 from strategies.core.agreement import broadcast_text
 from strategies.errors import StrategyError
 from strategies.exchange.choice import AUTO, COMPILED, GPU, HOST, WINDOW, DevicePath, asked_exchange
@@ -149,7 +149,7 @@ class TorchCompiledPath(DevicePath):
         """
         backend, self._backend = self._backend, None
         if backend is not None and self._device.type != "cpu":
-            if not process.has_failed:
+            if not has_failed():
                 self._wait_for_device()
             backend.abort()  # unlike shutdown(), it waits for no other instance
         del backend  # ends gloo's threads, and the store's

@@ -129,8 +129,8 @@ def _address(everybody: Communicator) -> str:
 
 def _drain_all() -> None:
     """Let pending works end before this instance closes its connections, unless the program has failed."""
-    from popdist.membership.process import process
+    from popdist.membership.leaving import has_failed
 
-    if not process.has_failed:
+    if not has_failed():
         for group in list(_groups):
             group.drain()
