@@ -27,7 +27,7 @@ BUDGET: dict[str, int] = {
     "collectives/simulation": 576,
     "popdist": 1376,
     "popdist/environments": 596,
-    "popdist/examples": 1332,
+    "popdist/examples": 1088,
     "popdist/launching": 527,
     "popdist/membership": 855,
     "popdist/records": 881,

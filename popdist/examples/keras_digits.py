@@ -18,30 +18,11 @@ import keras
 import numpy as np
 from keras import layers
 
-import popdist
 import strategies
+from popdist.examples.command_line import make_strategy, parser_of
 from popdist.examples.digits_data import DataError, Digits, load_digits
 
 SEED = 7
-
-
-def make_strategy(name: str, replicas: int | None) -> strategies.Strategy:
-    """Make the strategy with this name.
-
-    Raises:
-        ValueError: The replicas cannot be divided evenly among the workers.
-    """
-    if name in ("local", "ipu"):
-        return strategies.LocalStrategy(num_replicas=replicas or 1)
-    if name == "popdist":
-        popdist.init(replicas)
-        return strategies.PopDistStrategy()
-    resolver = popdist.TFConfigClusterResolver()
-    workers = len(resolver.cluster.addresses)
-    local, rest = divmod(replicas or workers, workers)
-    if rest or not local:
-        raise ValueError(f"--replicas {replicas} on {workers} workers; each has equally many: use a multiple")
-    return strategies.IPUMultiWorkerStrategy(resolver, num_local_replicas=local)
 
 
 def make_model(digits: Digits) -> keras.Model:
@@ -86,12 +67,8 @@ def train(strategy: strategies.Strategy, digits: Digits, arguments: argparse.Nam
 
 def main() -> int:
     """Train with the options of the command line; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--strategy", choices=("local", "popdist", "multi-worker", "ipu"), default="popdist")
-    parser.add_argument("--replicas", type=int, help="replicas of all instances; default: from poprun")
-    parser.add_argument("--data", default="digits", help="'digits', an npz file or a directory of IDX files")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=16, help="rows per replica")
+    parser = parser_of(__doc__.partition("\n")[0], strategy=True)
+    parser.set_defaults(epochs=10)
     parser.add_argument("--save", help="save a .keras file, which stock Keras can load")
     arguments = parser.parse_args()
     try:

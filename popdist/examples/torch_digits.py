@@ -5,14 +5,13 @@ poprun --num-instances 2 --num-replicas 4 python -m popdist.examples.torch_digit
 poprun verify --num-replicas 4 python -m popdist.examples.torch_digits --epochs 1
 """
 
-import argparse
-
 import torch
 import torch.nn.functional as F
 
 import popdist
 import strategies
 import strategies.torch
+from popdist.examples.command_line import parser_of
 from popdist.examples.digits_data import load_digits
 
 REPLICAS = 4
@@ -49,10 +48,8 @@ def accuracy_of(module, images, labels):
 
 def main():
     """Train for some epochs; the first instance prints the progress."""
-    parser = argparse.ArgumentParser(description="Train a module of PyTorch on handwritten digits.")
-    parser.add_argument("--data", default="digits", help="digits, an npz file, or a directory of IDX files")
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=16, help="rows per replica")
+    parser = parser_of("Train a module of PyTorch on handwritten digits.")
+    parser.set_defaults(epochs=5)
     parser.add_argument("--checkpoints", help="folder of checkpoints; training continues from the newest one")
     arguments = parser.parse_args()
 

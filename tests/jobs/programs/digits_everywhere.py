@@ -38,9 +38,9 @@ def make_strategy(how):
 def train_digits_model(strategy, name):
     options = train_digits.read_options(["--model", name, "--max-steps", str(STEPS), "--batch-size", "8"])
     data = load_digits("digits")
-    state = train_digits.train(strategy, train_digits.distribute(strategy, data, options), data, options).state
-    assert state.step == STEPS
-    return strategies.fingerprint(state.variables)
+    result = train_digits.train(strategy, train_digits.distribute(strategy, data, options), data, options)
+    assert result["steps"] == STEPS
+    return result["variables_sha256"]
 
 
 def train_dropout(strategy):
