@@ -91,8 +91,8 @@ def _run_job(launch: Launch, environ: Mapping[str, str], log: Log) -> int:
         launch, environ = tie_to_caller(launch, environ)
     settings = launch.settings
     check_sinks(settings, launch.hosts, launch.places[0], environ)
-    if settings.summary or settings.top_address is not None:
-        watch()  # refuses a file or an address that cannot be used before anything is started
+    if settings.summary:
+        watch()  # refuses a file that cannot be used before anything is started
     if settings.timeline is not None:
         from poprun.trace.command import make_room
 

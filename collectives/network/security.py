@@ -25,7 +25,7 @@ TLS_VARIABLES = (CERTIFICATE, KEY, AUTHORITY)
 INSECURE = "POPDIST_GRPC_INSECURE"
 """1 allows gradients and variables to travel over a network in plaintext. Default: only over loopback addresses."""
 TOKEN = "POPDIST_JOB_TOKEN"  # noqa: S105 - the name of a variable
-"""Secret that the workers of a job share. `poprun top` on another host needs it too."""
+"""Secret that the workers of a job share."""
 
 
 @dataclass(frozen=True)

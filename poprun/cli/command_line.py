@@ -46,8 +46,9 @@ _ELSEWHERE = {
     "-m": ", which is Python's: write `poprun [options] python -m MODULE`",
     **dict.fromkeys(("--standalone", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"), _MEETS_BY_ITSELF),
     **dict.fromkeys(("--master-addr", "--master-port", "--node-rank"), _MEETS_BY_ITSELF),
+    **dict.fromkeys(("--top-address", "--address"), ": watch a job on another host by `ssh HOST poprun top`"),
 }
-"""Options of mpirun, torchrun, horovodrun and srun, each with poprun's option of the same effect."""
+"""Options of mpirun, torchrun, horovodrun, srun and earlier versions, each with the way to the same effect."""
 
 
 @dataclass(frozen=True)

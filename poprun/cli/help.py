@@ -17,7 +17,7 @@ usage: poprun [options] program [program arguments]
        poprun doctor [--host HOSTS] [--json]
        poprun verify [options] program [program arguments]
        poprun timeline merge|report FOLDER [options]
-       poprun top [--job PID | --address HOST:PORT]
+       poprun top [--job PID] [options]
        poprun resize JOB [N] [options]
        poprun simulate all-reduce|plot|measure [options]
 

@@ -294,13 +294,6 @@ class LaunchOptions(ABC):
         shown="yes on a terminal",
         see="summary.md",
     )
-    top_address: str | None = output(
-        None,
-        TEXT,
-        "HOST:PORT at which poprun listens for poprun top on other hosts",
-        rare=True,
-        see="progress.md",
-    )
     debug: bool = debugging(False, FLAG, "log everything: as -vv, and every option in effect", rare=True)
 
     @abstractmethod

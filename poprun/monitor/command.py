@@ -6,11 +6,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 
 from poprun.cli.command_line import read_command_line
 from poprun.cli.help import describe_section
@@ -27,7 +26,7 @@ from poprun.cli.wording import (
     wrap,
 )
 from poprun.errors import PopRunError, UsageError
-from poprun.monitor.doors import SnapshotSource, call_local, call_remote, doors_in, read_address, token_from
+from poprun.monitor.listener import SnapshotSource, connect_to_job, find_jobs, own_folder
 from poprun.monitor.picture import Pages, Screen
 from poprun.monitor.snapshot import Snapshot
 
@@ -35,16 +34,15 @@ SECTION = "Top"
 OPTIONS = (
     Option("help", OptionKind.FLAG, "print this and stop", SECTION, spellings=("-h",)),
     Option("job", OptionKind.NUMBER, "the pid of the poprun that runs the job, if several jobs run", SECTION),
-    Option("address", OptionKind.TEXT, "look at a job on another host that was started with --top-address", SECTION),
     Option("plain", OptionKind.FLAG, "print one table after another", SECTION),
     Option("once", OptionKind.FLAG, "print one table and leave", SECTION),
     Option("json", OptionKind.FLAG, "print JSON, one line for each snapshot", SECTION),
 )
-_USAGE = "usage: poprun top [--job PID | --address HOST:PORT] [--plain | --json] [--once]"
+_USAGE = "usage: poprun top [--job PID] [--plain | --json] [--once]"
 _WORDS = (
-    "Shows once a second what the instances of a running job do, until the job ends or you press Ctrl-C. On the "
-    "machine of poprun it finds the jobs of the same user by itself. For a job on another host, give --address, "
-    "and the token of the job in POPDIST_JOB_TOKEN. If standard output is no terminal, it prints plain text."
+    "Shows once a second what the instances of a running job do, until the job ends or you press Ctrl-C. It "
+    "finds the jobs of your user on this machine by itself. For a job on another host, run `ssh HOST poprun top`. "
+    "If standard output is no terminal, it prints plain text."
 )
 UNAVAILABLE = "printing one table after another; for a table that is drawn in place, pip install rich"
 
@@ -63,14 +61,12 @@ class TopRequest:
 
     Attributes:
         job: The pid of a poprun; None for the only one.
-        address: The host and port of a job on another host; None for a job on this machine.
         plain: Whether to print one table after another.
         once: Whether to print one table only.
         json: Whether to print JSON.
     """
 
     job: int | None = None
-    address: tuple[str, int] | None = None
     plain: bool = False
     once: bool = False
     json: bool = False
@@ -91,7 +87,7 @@ def main(words: Sequence[str]) -> int:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the terminal is given back
     with suppress(KeyboardInterrupt):
-        source = _find(wanted, os.environ)
+        source = find_job(wanted.job, "poprun top")
         try:
             _watch(source, wanted)
         finally:
@@ -115,63 +111,53 @@ def read_words(words: Sequence[str]) -> TopRequest | None:
         return None
     if line.program:
         raise UsageError(f"poprun top takes options only, not {line.program[0]!r}; a job is named by --job PID")
-    job, address = line.values.get("job"), line.values.get("address")
-    if job is not None and address is not None:
-        raise UsageError("--job and --address both name a job; give one of them")
+    job = line.values.get("job")
     flags = {name: bool(line.values.get(name)) for name in ("plain", "once", "json")}
-    place = None if address is None else read_address(str(address), "--address")
-    return TopRequest(None if job is None else int(str(job)), place, **flags)
+    return TopRequest(None if job is None else int(str(job)), **flags)
 
 
 # The choice of the job.
 
 
-def _find(wanted: TopRequest, environ: Mapping[str, str]) -> SnapshotSource:
-    if wanted.address is not None:
-        return call_remote(*wanted.address, token_from(environ, "--address"))
-    return find_local_job(wanted.job, "for one on another host see poprun top --help (--address)")
-
-
-def find_local_job(job: int | None, way_out: str) -> SnapshotSource:
+def find_job(job: int | None, command: str) -> SnapshotSource:
     """Connect to a job of this user on this machine.
 
     Args:
         job: The pid of its poprun; None for the only job, or for one that the user chooses.
-        way_out: The advice to users whose job is not here.
+        command: The command to run on the host of the job, if the job is not here.
 
     Raises:
         PopRunError: There is no such job.
     """
-    jobs = doors_in(Path("/proc/net/unix").read_text(errors="replace"), os.geteuid())
-    if job is not None:
-        jobs = [each for each in jobs if each[0] == job]
+    folder = own_folder()
+    jobs = [pid for pid in find_jobs(folder) if job in (None, pid)]
     if not jobs:
         which = "no job" if job is None else f"no poprun with process {job}"
-        raise PopRunError(f"{which} of yours runs on {os.uname().nodename}; {way_out}")
-    pid, name = jobs[0] if len(jobs) == 1 else choose_job(jobs)
-    return call_local(name, f"job {pid}")
+        host = os.uname().nodename
+        raise PopRunError(f"{which} of yours runs on {host}; for one on another host: ssh HOST {command}")
+    return connect_to_job(folder, jobs[0] if len(jobs) == 1 else choose_job(folder, jobs))
 
 
-def choose_job(jobs: Sequence[tuple[int, str]]) -> tuple[int, str]:
+def choose_job(folder: str, jobs: Sequence[int]) -> int:
     """List several jobs on standard error, and ask the user for one of them.
 
     Raises:
         UsageError: No terminal is there to ask, or the answer is not one of the jobs.
     """
-    show(draw_rows([("job", "runs for", "instances", "program"), *(_describe(*each) for each in jobs)]), 2)
+    show(draw_rows([("job", "runs for", "instances", "program"), *(_describe(folder, pid) for pid in jobs)]), 2)
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise UsageError(f"{count(len(jobs), 'job')} of yours run here, as listed above; name one with --job PID")
     show("which job? ", 2)
     answer = sys.stdin.readline().strip()
-    for each in jobs:
-        if answer == str(each[0]):
-            return each
+    for pid in jobs:
+        if answer == str(pid):
+            return pid
     raise UsageError(f"{answer!r} is not one of these jobs; type a number of the first column")
 
 
-def _describe(pid: int, name: str) -> tuple[str, str, str, str]:
+def _describe(folder: str, pid: int) -> tuple[str, str, str, str]:
     try:
-        source = call_local(name, f"job {pid}")
+        source = connect_to_job(folder, pid)
         try:
             snapshot = source.next(LIST_LIMIT_S)
         finally:

@@ -17,8 +17,8 @@ from poprun.errors import PopRunError, UsageError
 from poprun.hosts.hosts import parse_hosts
 from poprun.ipc import wire
 from poprun.ipc.resizes import MOST_BYTES, RESIZE, RESIZED, ResizeAnswer, ResizeRequest
-from poprun.monitor.command import find_local_job
-from poprun.monitor.doors import FULL, SnapshotSource
+from poprun.monitor.command import find_job
+from poprun.monitor.listener import SnapshotSource
 
 SECTION = "Resize"
 DEFAULT_TIMEOUT_S = 120
@@ -71,7 +71,7 @@ def main(words: Sequence[str]) -> int:
     if wanted is None:
         show(describe(columns_of(os.environ) or USUAL_COLUMNS))
         return 0
-    source = find_local_job(wanted.job, "for one on another host run poprun resize there")
+    source = find_job(wanted.job, "poprun resize JOB N")
     try:
         answer = _ask(source, wanted)
     finally:
@@ -133,10 +133,6 @@ def _ask(source: SnapshotSource, wanted: ResizeWords) -> ResizeAnswer:
     try:
         while (message := source.next_message(max(until_s - time.monotonic(), 0.0))) is not None:
             has_answered = True
-            if message[0] == FULL:
-                raise PopRunError(
-                    f"{where} has too many viewers (poprun top) already; close one of them, and try again"
-                )
             if message[0] == RESIZED:
                 return ResizeAnswer.unpack(message[1])
     except ValueError as error:

@@ -1,8 +1,7 @@
 """poprun's end of the connections to viewers; no viewer can delay the job.
 
 A viewer has at most one unread snapshot; after it has read that one, it gets a new one. Nothing here blocks, except
-`Viewers.pause`. A viewer sends only its answer to a challenge, or, on the machine of poprun, a request of
-`poprun resize`. It may end the connection.
+`Viewers.pause`. A viewer sends nothing, or one request of `poprun resize`. It may end the connection.
 """
 
 from __future__ import annotations
@@ -14,19 +13,17 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 
-from popdist.records.proofs import RANDOM_BYTES
 from poprun.ipc import wire
 from poprun.ipc.facts import Loss
 from poprun.ipc.resizes import MOST_BYTES, RESIZE, RESIZED, ResizeAnswer, ResizeRequest
 from poprun.ipc.sockets import is_own
-from poprun.monitor.doors import ANSWER, CHALLENGE, FULL, SEEN, Door, welcome_to
+from poprun.monitor.listener import FULL, SEEN, close_listener
 from poprun.monitor.snapshot import Seen, Snapshot
 
 INTERVAL_S = 1.0
 """The interval between snapshots."""
-GREETING_LIMIT_S = 5.0
-"""The time limit for a viewer to prove knowledge of the token."""
 UNREAD_LIMIT_S = 30.0
 """The time limit for a viewer to read a snapshot."""
 MOST_VIEWERS = 16
@@ -37,33 +34,24 @@ _SEND_BYTES = 1 << 16
 
 
 class Viewer:
-    """One connection; if `token` is not empty, the viewer must prove that it knows the token before it gets snapshots.
+    """One connection of the user of the job.
 
     Attributes:
         number: The number of the connection.
         is_open: Whether to keep the connection.
-        is_welcome: Whether the viewer gets snapshots.
         request: The request that it has sent, until somebody takes it; None without one.
-        called_at_s: The time of its call.
     """
 
-    def __init__(self, connection: socket.socket, token: str, now_s: float, number: int = 0) -> None:
+    def __init__(self, connection: socket.socket, now_s: float, number: int = 0) -> None:
         self.number = number
         self.is_open = True
-        self.is_welcome = not token
-        self.called_at_s = self._read_at_s = now_s
         self.request: ResizeRequest | None = None
         self._is_asker = False
-        self._next_s = now_s
+        self._next_s = self._read_at_s = now_s
         self._connection = connection
-        self._token = token
-        self._reader = wire.MessageReader(wire.MOST_OF_STRANGERS if token else MOST_BYTES)
+        self._reader = wire.MessageReader(MOST_BYTES)
         self._unsent = bytearray()
-        self._challenge = os.urandom(RANDOM_BYTES)
         connection.setblocking(False)
-        if token:
-            self._unsent += wire.pack(CHALLENGE, self._challenge)
-            self._send()
 
     def fileno(self) -> int:
         """Return the descriptor for poll."""
@@ -85,7 +73,7 @@ class Viewer:
             self.is_open = self.is_open and now_s < self._read_at_s + UNREAD_LIMIT_S
             return False
         self._read_at_s = now_s
-        return self.is_open and self.is_welcome and not self._is_asker and now_s >= self._next_s
+        return self.is_open and not self._is_asker and now_s >= self._next_s
 
     def answer(self, answer: ResizeAnswer) -> None:
         """Send the answer to the viewer's request."""
@@ -98,12 +86,6 @@ class Viewer:
         self._unsent += message
         self._send()
 
-    def refuse(self) -> None:
-        """Tell the viewer that there are too many viewers."""
-        if not self._unsent or not self.is_welcome:
-            self._unsent += wire.pack(FULL)
-            self._send()
-
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
@@ -115,32 +97,16 @@ class Viewer:
             return
         except OSError:
             data = b""
-        if not data or self._is_asker or (self._token and self.is_welcome):  # it has gone, or sends more than it may
+        if not data or self._is_asker:  # it has gone, or sends more than it may
             self.is_open = False
             return
         try:
-            messages = self._reader.feed(data)
-            if not self._token:
-                self._take_request(messages)
-                return
+            for kind, content in self._reader.feed(data):
+                if kind != RESIZE or self._is_asker:
+                    raise ValueError("only one request may come")
+                self._is_asker, self.request = True, ResizeRequest.unpack(content)
         except ValueError:
             self.is_open = False
-            return
-        for kind, content in messages[:1]:
-            welcome = welcome_to(self._token, self._challenge, content) if kind == ANSWER else None
-            self.is_open = self.is_welcome = welcome is not None and len(messages) == 1
-            self._unsent += welcome or b""
-
-    def _take_request(self, messages: Sequence[tuple[int, bytes]]) -> None:
-        """Take the request of a viewer whom the kernel has identified as a process of our user.
-
-        Raises:
-            ValueError: It is no request.
-        """
-        for kind, content in messages:
-            if kind != RESIZE or self._is_asker:
-                raise ValueError("only one request may come")
-            self._is_asker, self.request = True, ResizeRequest.unpack(content)
 
     def _send(self) -> None:
         try:
@@ -156,7 +122,7 @@ class Viewers:
     """All viewers of a job, during all attempts at it.
 
     Args:
-        doors: The sockets at which viewers call; empty if nobody may connect.
+        listener: The socket of `open_listener`; None if nobody may connect.
         program: The words of the program.
         now_s: The clock.
 
@@ -165,10 +131,13 @@ class Viewers:
     """
 
     def __init__(
-        self, doors: Sequence[Door] = (), program: Sequence[str] = (), now_s: Callable[[], float] = time.monotonic
+        self,
+        listener: socket.socket | None = None,
+        program: Sequence[str] = (),
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.attempt = 0
-        self._doors = doors
+        self._listener = listener
         self._program = tuple(program)
         self._now_s = now_s
         self._began_s = now_s()
@@ -178,14 +147,13 @@ class Viewers:
 
     def handlers(self, now_s: float) -> Iterator[tuple[int, int, Callable[[], None]]]:
         """Yield descriptors to poll, the events to poll for, and the function to call after an event."""
-        if now_s >= self._pause_until_s:
-            for door in self._doors:
-                yield door.socket.fileno(), select.POLLIN, lambda door=door: self._accept(door)  # type: ignore[misc]
+        if self._listener is not None and now_s >= self._pause_until_s:
+            yield self._listener.fileno(), select.POLLIN, partial(self._accept, self._listener)
         for viewer in self._viewers:
             yield viewer.fileno(), viewer.events, viewer.serve
 
     def push(self, now_s: float, look: Callable[[], tuple[Seen, ...]], losses: Sequence[Loss] = ()) -> None:
-        """Send a snapshot to each viewer in due time; disconnect viewers that have gone, are late, or are too many.
+        """Send a snapshot to each viewer in due time; disconnect viewers that have gone or do not read.
 
         Args:
             now_s: The time.
@@ -194,18 +162,14 @@ class Viewers:
         """
         if not self._viewers:
             return
-        for viewer in self._too_many():
-            viewer.refuse()
-            self._part_from(viewer)
         due = [viewer for viewer in self._viewers if viewer.is_due(now_s)]
         if due:
             message = wire.pack(SEEN, self._snapshot(now_s, look(), losses).pack())
             for viewer in due:
                 viewer.offer(message, now_s)
-        for viewer in list(self._viewers):
-            is_late = not viewer.is_welcome and now_s >= viewer.called_at_s + GREETING_LIMIT_S
-            if is_late or not viewer.is_open:
-                self._part_from(viewer)
+        for viewer in [viewer for viewer in self._viewers if not viewer.is_open]:
+            self._viewers.remove(viewer)
+            viewer.close()
 
     def take_requests(self) -> list[tuple[int, ResizeRequest]]:
         """Return the requests that have come, each with the number of its connection."""
@@ -235,37 +199,28 @@ class Viewers:
             self.push(self._now_s(), tuple)
 
     def close(self) -> None:
-        """Close all connections and doors at the end of the job."""
+        """Close all connections and the socket at the end of the job."""
         for viewer in self._viewers:
             viewer.close()
-        for door in self._doors:
-            door.socket.close()
-        self._viewers, self._doors = [], ()
+        if self._listener is not None:
+            close_listener(self._listener)
+        self._viewers, self._listener = [], None
 
-    def _accept(self, door: Door) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         try:
-            connection = door.socket.accept()[0]
+            connection = listener.accept()[0]
         except BlockingIOError:
             return  # the caller is gone already
         except OSError:
             self._pause_until_s = self._now_s() + PAUSE_S
             return
         with suppress(OSError):
-            if door.token or is_own(connection):
-                self._viewers.append(Viewer(connection, door.token, self._now_s(), next(self._numbers)))
+            if is_own(connection) and len(self._viewers) < MOST_VIEWERS:
+                self._viewers.append(Viewer(connection, self._now_s(), next(self._numbers)))
                 return
+            if is_own(connection):
+                connection.send(wire.pack(FULL))
         connection.close()
-
-    def _part_from(self, viewer: Viewer) -> None:
-        self._viewers.remove(viewer)
-        viewer.close()
-
-    def _too_many(self) -> list[Viewer]:
-        """Return the viewers beyond `MOST_VIEWERS`: first the oldest strangers, then the newest known viewers."""
-        there = [each for each in self._viewers if each.is_open]
-        known = [each for each in there if each.is_welcome]
-        strangers = [each for each in reversed(there) if not each.is_welcome]
-        return [*known, *strangers][MOST_VIEWERS:]
 
     def _snapshot(self, now_s: float, instances: tuple[Seen, ...], losses: Sequence[Loss]) -> Snapshot:
         return Snapshot(

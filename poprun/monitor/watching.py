@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from poprun.cli.log import Log
 from poprun.cli.settings import LaunchSettings, SummaryAsked
 from poprun.monitor.attempts import Attempt
-from poprun.monitor.doors import open_doors
+from poprun.monitor.listener import open_listener, own_folder
 from poprun.monitor.summary import Summary
 from poprun.monitor.viewers import Viewers
 
@@ -46,7 +46,7 @@ def watch_job(settings: LaunchSettings, log: Log, environ: Mapping[str, str]) ->
     """Open the job for viewers, and begin its summary.
 
     Raises:
-        PopRunError: poprun cannot listen at the address for viewers, or cannot write the file of the summary.
+        PopRunError: poprun cannot write the file of the summary.
     """
     summary = Summary(SummaryAsked.read(settings.summary), settings.program, log, environ)
-    return JobWatch(Viewers(open_doors(settings.top_address, environ, log), settings.program), summary)
+    return JobWatch(Viewers(open_listener(log, own_folder()), settings.program), summary)

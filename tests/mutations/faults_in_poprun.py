@@ -48,6 +48,22 @@ IN_POPRUN = (
         caught_by="tests/poprun/test_diagnosis.py::TestVerdict::test_the_verdict_names_instance_host_end_and_collectives",
     ),
     Fault(
+        name="a folder for sockets that others can enter is used",
+        path="poprun/monitor/listener.py",
+        old="if not is_of_user or stat.S_IMODE(status.st_mode) & 0o077:",
+        new="if not is_of_user:",
+        caught_by="tests/poprun/test_top_viewers.py::TestOtherUsers::"
+        "test_a_folder_that_others_can_enter_or_have_made_is_not_used[readable_by_others]",
+    ),
+    Fault(
+        name="a link to a folder for sockets is followed",
+        path="poprun/monitor/listener.py",
+        old="status = os.lstat(folder)",
+        new="status = os.stat(folder)",
+        caught_by="tests/poprun/test_top_viewers.py::TestOtherUsers::"
+        "test_a_folder_that_others_can_enter_or_have_made_is_not_used[link_to_a_folder]",
+    ),
+    Fault(
         name="a stuck instance is never noticed",
         path="poprun/supervisor/lookout.py",
         old="if limit_s and not self.in_vain and now_s - self._heeded_s >= limit_s:",

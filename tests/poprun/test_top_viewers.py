@@ -1,59 +1,37 @@
-"""Viewers of a job: discovery, mutual authentication, and their isolation from the job."""
+"""Viewers of a job: discovery, other users, and their isolation from the job."""
 
 from __future__ import annotations
 
 import os
 import select
 import socket
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from threading import Thread
+from pathlib import Path
 
 import pytest
 
-from poprun.cli.log import Log
-from poprun.errors import PopRunError, UsageError
+from poprun.cli.log import Level, Log
+from poprun.errors import PopRunError
 from poprun.ipc import wire
 from poprun.ipc.resizes import RESIZE, RESIZED, ResizeAnswer, ResizeRequest
-from poprun.ipc.sockets import connect
-from poprun.monitor.doors import (
-    ANSWER,
+from poprun.monitor.listener import (
     FULL,
-    RANDOM_BYTES,
     SEEN,
-    TOKEN_VARIABLE,
-    Door,
     SnapshotSource,
-    answer_to,
-    call_remote,
-    doors_in,
-    is_welcome,
-    open_doors,
-    read_address,
-    token_from,
-    welcome_to,
+    check_private,
+    close_listener,
+    connect_to_job,
+    find_jobs,
+    open_listener,
 )
 from poprun.monitor.snapshot import Seen, Snapshot
-from poprun.monitor.viewers import (
-    GREETING_LIMIT_S,
-    INTERVAL_S,
-    MOST_VIEWERS,
-    PAUSE_S,
-    UNREAD_LIMIT_S,
-    Viewers,
-)
+from poprun.monitor.viewers import INTERVAL_S, MOST_VIEWERS, PAUSE_S, UNREAD_LIMIT_S, Viewers
 
-TOKEN = "the token of the job"
 LIMIT_S = 10.0
 INSTANCES = (Seen(0, "node0"), Seen(1, "node1"))
-
-
-def listening(family: socket.AddressFamily = socket.AF_INET) -> socket.socket:
-    made = socket.socket(family)
-    made.bind(("127.0.0.1", 0) if family == socket.AF_INET else b"")
-    made.listen(100)
-    made.setblocking(False)
-    return made
 
 
 @dataclass
@@ -61,8 +39,7 @@ class Job:
     """poprun's end, on a clock that stands still unless a test moves it."""
 
     viewers: Viewers
-    address: object
-    family: socket.AddressFamily
+    path: str
     now_s: float = 100.0
     looks: int = 0
 
@@ -83,8 +60,8 @@ class Job:
 
     def call(self) -> socket.socket:
         """Connect a viewer and admit it."""
-        connection = socket.socket(self.family)
-        connection.connect(self.address)
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(self.path)
         self.serve()
         return connection
 
@@ -94,22 +71,23 @@ class Job:
         return len(list(self.viewers.handlers(self.now_s))) - 1
 
 
-def job_at(family: socket.AddressFamily, token: str) -> Iterator[Job]:
-    door = Door(listening(family), token)
-    job = Job(Viewers(), door.socket.getsockname(), family)
-    job.viewers = Viewers([door], ("train.py",), lambda: job.now_s)
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Provide a folder for sockets, whose paths may have 107 bytes."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as made:
+        yield Path(made, "poprun")
+
+
+def path_in(folder: Path) -> str:
+    return f"{folder}/{os.uname().nodename}-{os.getpid()}"
+
+
+@pytest.fixture
+def local(folder: Path) -> Iterator[Job]:
+    job = Job(Viewers(), path_in(folder))
+    job.viewers = Viewers(open_listener(Log(), str(folder)), ("train.py",), lambda: job.now_s)
     yield job
     job.viewers.close()
-
-
-@pytest.fixture
-def local() -> Iterator[Job]:
-    yield from job_at(socket.AF_UNIX, "")
-
-
-@pytest.fixture
-def remote() -> Iterator[Job]:
-    yield from job_at(socket.AF_INET, TOKEN)
 
 
 def message(connection: socket.socket) -> tuple[int, bytes]:
@@ -178,7 +156,9 @@ class TestOnOneMachine:
         viewers = [local.call() for _ in range(MOST_VIEWERS + 1)]
         assert local.count == MOST_VIEWERS
         assert [message(each)[0] for each in viewers[:MOST_VIEWERS]] == [SEEN] * MOST_VIEWERS
-        with pytest.raises(PopRunError, match="^job has too many viewers already; close one of them, and try again$"):
+        with pytest.raises(
+            PopRunError, match=r"^job has too many viewers \(poprun top\) already; close one of them, and try again$"
+        ):
             SnapshotSource(viewers[-1], "job").next(LIMIT_S)
         assert is_over(viewers[-1])
         for each in viewers:
@@ -200,7 +180,7 @@ class TestOnOneMachine:
             local.viewers.close()
             assert seen.next(LIMIT_S) is None
 
-    @pytest.mark.parametrize("data", [wire.pack(SEEN, b"{}"), wire.pack(ANSWER, b"{}"), b"\xff" * 100])
+    @pytest.mark.parametrize("data", [wire.pack(SEEN, b"{}"), wire.pack(FULL + 1, b"{}"), b"\xff" * 100])
     def test_an_unknown_message_gives_one_error(self, data):
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -209,182 +189,54 @@ class TestOnOneMachine:
                 SnapshotSource(ours, "job 7").next(LIMIT_S)
 
 
-class TestOverANetwork:
-    def test_a_viewer_with_the_token_gets_snapshots(self, remote):
-        host, port = remote.address
-        found: list[SnapshotSource] = []
-        caller = Thread(target=lambda: found.append(call_remote(host, port, TOKEN)))
-        caller.start()
-        while caller.is_alive():
-            remote.serve()
-        remote.serve()
-        assert found[0].next(LIMIT_S).instances == INSTANCES
-        found[0].close()
+class TestListener:
+    def test_jobs_of_the_same_user_are_found_and_leave_nothing(self, folder):
+        listener = open_listener(Log(), str(folder))
+        assert find_jobs(str(folder)) == [os.getpid()]
+        assert (folder.stat().st_mode & 0o777, len(list(folder.iterdir()))) == (0o700, 1)
+        connect_to_job(str(folder), os.getpid()).close()
+        close_listener(listener)
+        assert (find_jobs(str(folder)), list(folder.iterdir())) == ([], [])
+        with pytest.raises(PopRunError, match=f"^job {os.getpid()} has ended, or is another user's; poprun top lists"):
+            connect_to_job(str(folder), os.getpid())
 
-    def test_a_viewer_with_a_wrong_token_gets_one_error(self, remote):
-        host, port = remote.address
-        errors: list[str] = []
+    def test_the_socket_of_a_killed_job_is_removed(self, folder):
+        open_listener(Log(), str(folder)).close()
+        assert len(list(folder.iterdir())) == 1
+        assert (find_jobs(str(folder)), list(folder.iterdir())) == ([], [])
 
-        def call() -> None:
-            with pytest.raises(PopRunError) as raised:
-                call_remote(host, port, "another")
-            errors.append(str(raised.value))
+    def test_sockets_of_other_hosts_are_left_alone(self, folder):
+        folder.mkdir(0o700)
+        with socket.socket(socket.AF_UNIX) as other:
+            other.bind(f"{folder}/{os.uname().nodename}x-42")
+        assert (find_jobs(str(folder)), len(list(folder.iterdir()))) == ([], 1)
 
-        caller = Thread(target=call)
-        caller.start()
-        while caller.is_alive():
-            remote.serve()
-        assert errors == [f"{host}:{port} has refused our token; set {TOKEN_VARIABLE} to that of the job"]
-        assert remote.looks == 0
+    def test_no_folder_means_no_job(self, folder):
+        assert find_jobs(str(folder)) == []
 
-    def test_a_poprun_without_the_token_is_not_trusted(self):
-        own = bytes(RANDOM_BYTES)
-        challenge = b"c" * RANDOM_BYTES
-        _, content = wire.MessageReader().feed(answer_to(TOKEN, challenge, own))[0]
-        welcome = welcome_to(TOKEN, challenge, content)
-        assert welcome is not None
-        _, proof = wire.MessageReader().feed(welcome)[0]
-        assert is_welcome(TOKEN, challenge, own, proof)
-        assert not is_welcome("another", challenge, own, proof)
-        assert not is_welcome(TOKEN, challenge, own, content[RANDOM_BYTES:]), "our own proof, sent back"
-
-    def test_an_answer_to_another_challenge_is_rejected(self):
-        _, content = wire.MessageReader().feed(answer_to(TOKEN, b"c" * RANDOM_BYTES, bytes(RANDOM_BYTES)))[0]
-        assert welcome_to(TOKEN, b"d" * RANDOM_BYTES, content) is None
-        assert welcome_to(TOKEN, b"c" * RANDOM_BYTES, content[:-1]) is None
-        assert welcome_to(TOKEN, b"c" * RANDOM_BYTES, b"") is None
-
-    @pytest.mark.parametrize(
-        "said",
-        [
-            b"GET / HTTP/1.1\r\n\r\n",
-            wire.pack(ANSWER, bytes(48)),
-            wire.pack(ANSWER, b""),
-            wire.pack(SEEN, b"{}"),
-            b"\xff" * 2000,
-        ],
-    )
-    def test_invalid_greetings_are_rejected(self, remote, said):
-        with remote.call() as stranger:
-            message(stranger)
-            stranger.sendall(said)
-            remote.serve()
-            assert remote.count == 0
-            assert is_over(stranger)
-        assert remote.looks == 0
-
-    def test_a_silent_caller_is_dropped_after_the_greeting_limit(self, remote):
-        with remote.call() as stranger:
-            message(stranger)
-            remote.now_s += GREETING_LIMIT_S
-            remote.serve()
-            assert is_over(stranger)
-
-    def test_many_unidentified_callers_do_not_keep_out_a_viewer_with_the_token(self, remote):
-        strangers = [remote.call() for _ in range(2 * MOST_VIEWERS)]
-        with remote.call() as viewer:
-            seen = SnapshotSource(viewer, "job")
-            _, challenge = seen.next_message(LIMIT_S)
-            viewer.sendall(answer_to(TOKEN, challenge, bytes(RANDOM_BYTES)))
-            remote.serve()
-            assert [seen.next_message(LIMIT_S)[0], seen.next_message(LIMIT_S)[0]] == [98, SEEN]
-            assert remote.count == MOST_VIEWERS
-        first = SnapshotSource(strangers[0], "job")
-        assert [first.next_message(LIMIT_S)[0], first.next_message(LIMIT_S)[0]] == [96, FULL]
-        for each in strangers:
-            each.close()
-
-    def test_a_refused_connection_gives_one_error(self):
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            port = taken.getsockname()[1]
-            with pytest.raises(PopRunError, match=f"127.0.0.1:{port} cannot be reached: Connection refused; start"):
-                call_remote("127.0.0.1", port, TOKEN)
-
-    @pytest.mark.parametrize("greeting", [b"SSH-2.0-OpenSSH\r\n", wire.pack(SEEN, b"{}"), b""])
-    def test_a_foreign_server_gives_one_error(self, greeting):
-        with listening() as server:
-            host, port = server.getsockname()
-
-            def answer() -> None:
-                server.setblocking(True)
-                connection = server.accept()[0]
-                connection.sendall(greeting)
-                connection.shutdown(socket.SHUT_WR)
-                connection.close()
-
-            thread = Thread(target=answer)
-            thread.start()
-            with pytest.raises(PopRunError, match=f"^{host}:{port} .*; check the address$"):
-                call_remote(host, port, TOKEN)
-            thread.join(LIMIT_S)
-
-
-class TestDoors:
-    def test_doors_of_the_same_user_are_found_by_name(self):
-        found = open_doors(None, {}, Log())
-        try:
-            (door,) = found
-            name = door.socket.getsockname()[1:].decode()
-            with open("/proc/net/unix", errors="replace") as listed:
-                assert (os.getpid(), name) in doors_in(listed.read(), os.geteuid())
-            with connect(name):
-                pass
-        finally:
-            for each in found:
-                each.socket.close()
-
-    def test_doors_of_other_users_are_ignored(self):
-        listed = (
-            "Num RefCount Protocol Flags Type St Inode Path\n"
-            "0: 00000002 00000000 00010000 0001 01 11 @poprun-top-1000-42-0123456789ab\n"
-            "0: 00000002 00000000 00010000 0001 01 12 @poprun-top-0-43-0123456789ab\n"
-            "0: 00000002 00000000 00010000 0001 01 13 @poprun-top-1000-41-ba9876543210\n"
-            "0: 00000003 00000000 00000000 0001 03 14 @poprun-top-1000-41-ba9876543210\n"
-            "0: 00000002 00000000 00010000 0001 01 15 @poprun-44-0123456789ab\n"
-            "0: 00000002 00000000 00010000 0001 01 16 /tmp/@poprun-top-1000-45-0123456789ab\n"
-        )
-        assert doors_in(listed, 1000) == [
-            (41, "poprun-top-1000-41-ba9876543210"),
-            (42, "poprun-top-1000-42-0123456789ab"),
-        ]
-
-    def test_a_network_door_needs_the_token(self):
-        with pytest.raises(UsageError, match=f"--top-address .* {TOKEN_VARIABLE} is not set; set it"):
-            open_doors("127.0.0.1:0", {TOKEN_VARIABLE: " "}, Log())
-        assert token_from({TOKEN_VARIABLE: "secret"}, "--address") == "secret"
-
-    def test_an_address_in_use_is_refused(self):
-        with listening() as taken:
-            place = f"127.0.0.1:{taken.getsockname()[1]}"
-            with pytest.raises(
-                PopRunError, match=f"--top-address {place}: poprun cannot listen there: Address already"
-            ):
-                open_doors(place, {TOKEN_VARIABLE: TOKEN}, Log())
-
-    def test_only_the_network_door_asks_for_the_token(self):
-        found = open_doors("127.0.0.1:0", {TOKEN_VARIABLE: TOKEN}, Log())
-        assert [each.token for each in found] == [TOKEN, ""]
-        for each in found:
-            each.socket.close()
-
-    @pytest.mark.parametrize(
-        ("text", "address"),
-        [("node0:7070", ("node0", 7070)), ("[::1]:1", ("::1", 1)), ("10.0.0.1:65535", ("10.0.0.1", 65535))],
-    )
-    def test_addresses_are_parsed(self, text, address):
-        assert read_address(text, "--address") == address
-
-    @pytest.mark.parametrize("text", ["node0", ":7070", "::1:7070", "node0:", "node0:65536", "node0:x", "[::1]"])
-    def test_an_invalid_address_is_refused(self, text):
-        with pytest.raises(UsageError, match="; write HOST:PORT or"):
-            read_address(text, "--address")
+    def test_a_job_that_is_stopped_with_a_full_queue_is_found_but_not_waited_for(self, folder):
+        listener = open_listener(Log(), str(folder))
+        waiting = []
+        with suppress(BlockingIOError):
+            while True:
+                caller = socket.socket(socket.AF_UNIX)
+                waiting.append(caller)
+                caller.setblocking(False)
+                caller.connect(path_in(folder))
+        assert find_jobs(str(folder)) == [os.getpid()]
+        with pytest.raises(
+            PopRunError, match="does not answer: its poprun may have been stopped; look at its terminal"
+        ):
+            connect_to_job(str(folder), os.getpid())
+        close_listener(listener)
+        for caller in waiting:
+            caller.close()
 
     def test_a_shortage_of_descriptors_delays_admission(self, local):
         import resource
 
-        with socket.socket(local.family) as caller:
-            caller.connect(local.address)
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(local.path)
             (_, _, serve), *_ = local.viewers.handlers(local.now_s)
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
@@ -398,16 +250,79 @@ class TestDoors:
             assert local.count == 1
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a moment")
-def test_another_user_is_rejected(local):
-    with socket.socket(local.family) as stranger:
-        os.seteuid(65534)
-        try:
-            stranger.connect(local.address)
-        finally:
-            os.seteuid(0)
-        local.serve()
-        assert (local.count, is_over(stranger)) == (0, True)
+def made_by_another(folder: Path) -> None:
+    folder.mkdir(0o700)
+    os.chown(folder, 65534, -1)
+
+
+def readable_by_others(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o750)
+
+
+def link_to_a_folder(folder: Path) -> None:
+    folder.symlink_to(folder.parent)
+
+
+MADE = [
+    pytest.param(made_by_another, marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can change owners")),
+    readable_by_others,
+    link_to_a_folder,
+]
+
+
+class TestOtherUsers:
+    """No other user of the host may see or change a job."""
+
+    @pytest.mark.parametrize("make", MADE)
+    def test_a_folder_that_others_can_enter_or_have_made_is_not_used(self, folder: Path, make, capfd):
+        make(folder)
+        with pytest.raises(PermissionError):
+            check_private(str(folder))
+        log = Log(Level.INFO)
+        assert open_listener(log, str(folder)) is None
+        assert f"poprun top will not find this job: {folder} is no folder of yours" in capfd.readouterr().err
+        with pytest.raises(PopRunError, match=f"^jobs of yours cannot be found safely: {folder} is no folder of yours"):
+            find_jobs(str(folder))
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a moment")
+    def test_the_kernel_lets_no_other_user_into_the_folder(self, local):
+        os.chmod(Path(local.path).parent.parent, 0o755)
+        with socket.socket(socket.AF_UNIX) as stranger, pytest.raises(PermissionError):
+            as_another_user(lambda: stranger.connect(local.path))
+        with pytest.raises(PermissionError):
+            as_another_user(lambda: os.listdir(os.path.dirname(local.path)))
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a moment")
+    def test_a_process_of_another_user_inside_of_the_folder_is_hung_up_on(self, local):
+        """Even if others can enter the folder, the kernel tells poprun who calls."""
+        for path in (Path(local.path).parent.parent, Path(local.path).parent, Path(local.path)):
+            path.chmod(0o777)
+        with socket.socket(socket.AF_UNIX) as stranger:
+            as_another_user(lambda: stranger.connect(local.path))
+            stranger.sendall(wire.pack(RESIZE, ResizeRequest(1).pack()))
+            local.serve()
+            local.serve()
+            assert (local.count, local.looks, is_over(stranger)) == (0, 0, True)
+            assert local.viewers.take_requests() == []
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a moment")
+    def test_a_socket_that_another_user_listens_at_is_not_a_job(self, folder):
+        folder.mkdir(0o700)
+        with socket.socket(socket.AF_UNIX) as false:
+            false.bind(path_in(folder))
+            as_another_user(lambda: false.listen(1))  # the kernel stores the user of this call
+            assert find_jobs(str(folder)) == []
+            with pytest.raises(PopRunError, match="has ended, or is another user's"):
+                connect_to_job(str(folder), os.getpid())
+
+
+def as_another_user(act: Callable[[], object]) -> None:
+    os.seteuid(65534)
+    try:
+        act()
+    finally:
+        os.seteuid(0)
 
 
 class TestResizeRequests:
@@ -445,14 +360,3 @@ class TestResizeRequests:
         assert is_over(asker)
         asker.close()
         assert local.viewers.take_requests() == []
-
-    def test_a_viewer_over_the_network_may_not_ask(self, remote):
-        viewer = remote.call()
-        _, challenge = message(viewer)
-        viewer.sendall(answer_to(TOKEN, challenge, bytes(RANDOM_BYTES)))
-        remote.serve()
-        viewer.sendall(wire.pack(RESIZE, self.REQUEST.pack()))
-        remote.serve()
-        assert remote.viewers.take_requests() == []
-        assert remote.count == 0
-        viewer.close()
