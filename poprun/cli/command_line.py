@@ -229,7 +229,7 @@ def settings_from(line: CommandLine, environ: Mapping[str, str] = MappingProxyTy
     Raises:
         UsageError: The settings are impossible.
     """
-    given = (option.name for option in OPTIONS if option.name in line.values)
+    given = (option.name for option in OPTIONS if option.name in line.values and not option.is_always_idle)
     values: dict[str, object] = {name.replace("-", "_"): line.values[name] for name in given}
     _settle_spares(values)
     values.setdefault("num_replicas", values.get("num_instances", 1))

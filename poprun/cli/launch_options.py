@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from poprun.cli.options import (
-    NO_PARTITION,
     NO_SDK,
     NO_SERVER,
     NO_SPARES,
@@ -30,8 +29,6 @@ DEBUG = "Debug"
 
 generic, topology, execution = (partial(option, section=each) for each in (GENERIC, TOPOLOGY, EXECUTION))
 failure, output, debugging = (partial(option, section=each) for each in (FAILURE, OUTPUT, DEBUG))
-vipu = partial(option, section=VIPU, rare=True)
-idle_vipu = partial(option, section=VIPU, without_effect=NO_SERVER)
 
 _MOST = 1_000_000
 """The largest value of options that count things; a larger number is probably a typing error."""
@@ -120,33 +117,16 @@ class LaunchOptions(ABC):
     num_ilds: int | None = topology(
         None, NUMBER, "number of IPU-Link domains; must divide --num-instances", rare=True, see="partitions.md"
     )
-    sync_type: str | None = topology(
-        None, TEXT, "synchronisation of the partition, e.g. ST_POD_NATIVE_DEFAULT", without_effect=NO_SERVER
-    )
     print_topology: bool = topology(False, BOOLEAN, "show which instance drives which replicas")
-    vipu_server_host: str = idle_vipu("localhost", TEXT, "host of the V-IPU server")
-    vipu_server_port: int = idle_vipu(8090, NUMBER, "port of the server", at_most=65535)
-    vipu_server_timeout: int = idle_vipu(120, NUMBER, "limit in seconds for a request to the server")
-    vipu_partition: str | None = vipu(
+    vipu_partition: str | None = option(
         None,
         TEXT,
-        "a simulated partition: a name, or the path of a device map FILE.toml",
+        "name of a simulated partition, which gives each instance its device id",
+        section=VIPU,
+        rare=True,
         without_effect=OFFLINE,
         see="partitions.md",
     )
-    vipu_partition_attempts: int = idle_vipu(1, NUMBER, "number of attempts to bind to the partition")
-    vipu_cluster: str | None = idle_vipu(
-        None,
-        TEXT,
-        "deprecated in favour of --vipu-allocation",
-        deprecated="leave it out (--vipu-allocation replaces it, and has no effect either)",
-    )
-    vipu_allocation: str | None = idle_vipu(None, TEXT, "allocation in which to create a partition")
-    update_partition: bool = vipu(
-        False, BOOLEAN, "change the partition if it does not fit", without_effect=NO_PARTITION, see="partitions.md"
-    )
-    reset_partition: bool | None = idle_vipu(None, BOOLEAN, "reset the partition before the run")
-    remove_partition: bool = idle_vipu(True, BOOLEAN, "remove a partition that poprun has created")
     executable_cache_path: str | None = execution(
         None, PATH, "folder in which programs keep compiled executables", see="compilation.md"
     )
@@ -165,12 +145,6 @@ class LaunchOptions(ABC):
         choices=("spreadnuma", "disabled", "cores", "sockets"),
         see="#pinning",
     )
-    numa_aware: bool | None = execution(
-        None,
-        BOOLEAN,
-        "deprecated: use --process-placement",
-        deprecated="--process-placement spreadnuma, the default, gives each instance NUMA nodes of its own",
-    )
     torch_distributed_env: bool = execution(
         False,
         BOOLEAN,
@@ -181,7 +155,6 @@ class LaunchOptions(ABC):
     synchronise_python_venv: bool = execution(
         False, BOOLEAN, "copy the Python environment to the hosts", without_effect=ONE_HOST, see="hosts.md"
     )
-    synchronise_poplar_sdk: bool = execution(False, BOOLEAN, "copy a Poplar SDK to the hosts", without_effect=NO_SDK)
     distribute_ssh_key: bool = execution(
         False, BOOLEAN, "install the ssh key on the hosts", rare=True, without_effect=ONE_HOST, see="hosts.md"
     )
@@ -305,5 +278,34 @@ class LaunchOptions(ABC):
         """
 
 
-OPTIONS: tuple[Option, ...] = options_of(LaunchOptions)
-"""The options of poprun, in the order of `--help`."""
+_of_server = partial(Option, section=VIPU, without_effect=NO_SERVER)
+
+ACCEPTED: tuple[Option, ...] = (
+    _of_server("sync-type", TEXT, "synchronisation of the partition, e.g. ST_POD_NATIVE_DEFAULT", section=TOPOLOGY),
+    _of_server("vipu-server-host", TEXT, "host of the V-IPU server"),
+    _of_server("vipu-server-port", NUMBER, "port of the server", at_most=65535),
+    _of_server("vipu-server-timeout", NUMBER, "limit in seconds for a request to the server"),
+    _of_server("vipu-partition-attempts", NUMBER, "number of attempts to bind to the partition"),
+    _of_server(
+        "vipu-cluster",
+        TEXT,
+        "deprecated in favour of --vipu-allocation",
+        deprecated="leave it out (--vipu-allocation replaces it, and has no effect either)",
+    ),
+    _of_server("vipu-allocation", TEXT, "allocation in which to create a partition"),
+    _of_server("update-partition", BOOLEAN, "change the partition if it does not fit"),
+    _of_server("reset-partition", BOOLEAN, "reset the partition before the run"),
+    _of_server("remove-partition", BOOLEAN, "remove a partition that poprun has created"),
+    Option(
+        "numa-aware",
+        BOOLEAN,
+        "deprecated: use --process-placement",
+        EXECUTION,
+        deprecated="--process-placement spreadnuma, the default, gives each instance NUMA nodes of its own",
+    ),
+    Option("synchronise-poplar-sdk", BOOLEAN, "copy a Poplar SDK to the hosts", EXECUTION, without_effect=NO_SDK),
+)
+"""Options of the original that have no effect here. They are accepted, and no field holds their values."""
+
+OPTIONS: tuple[Option, ...] = (*options_of(LaunchOptions), *ACCEPTED)
+"""The options of poprun; `--help` shows the options of each section in this order."""

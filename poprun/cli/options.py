@@ -11,7 +11,6 @@ NO_SDK = "there is no Poplar SDK"
 ALWAYS = (NO_SERVER, NO_SDK)
 """The reasons why options never have an effect."""
 
-NO_PARTITION = "there is no --vipu-partition"
 OFFLINE = "--offline-mode is on"
 ONE_HOST = "the job stays on this machine"
 STOPS = "--on-failure is stop"

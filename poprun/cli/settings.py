@@ -13,7 +13,7 @@ from functools import cached_property
 from poprun.cli.launch_options import OPTIONS, LaunchOptions
 from poprun.cli.log import Level
 from poprun.cli.mpi_arguments import JobArguments
-from poprun.cli.options import NO_PARTITION, NO_SDK, NO_SERVER, NO_SPARES, OFFLINE, ONE_HOST, STOPS
+from poprun.cli.options import NO_SDK, NO_SERVER, NO_SPARES, OFFLINE, ONE_HOST, STOPS
 from poprun.cli.wording import count, size_text
 from poprun.errors import UsageError
 
@@ -296,17 +296,14 @@ def warn_of_output(mpi_args: Collection[str]) -> list[str]:
 
 def note_without_effect(given: Collection[str], settings: LaunchOptions, leaves_this_machine: bool) -> list[str]:
     """Return a note for each reason why given options have no effect."""
-    has_partition = settings.vipu_partition is not None
-    is_offline = has_partition and settings.offline_mode
-    lines = {
-        NO_SERVER: (NO_SERVER,),
-        NO_SDK: (NO_SDK,),
-        NO_PARTITION: () if has_partition else (NO_PARTITION,),
-        OFFLINE: (OFFLINE, NO_PARTITION) if is_offline else (),
-        ONE_HOST: () if leaves_this_machine else (ONE_HOST,),
-        STOPS: (STOPS,) if settings.on_failure == "stop" else (),
-        NO_SPARES: () if settings.spares else (NO_SPARES,),
+    reasons = {
+        NO_SERVER: True,
+        NO_SDK: True,
+        OFFLINE: settings.offline_mode,
+        ONE_HOST: not leaves_this_machine,
+        STOPS: settings.on_failure == "stop",
+        NO_SPARES: not settings.spares,
     }
-    idle = [option for option in OPTIONS if option.without_effect and option.name in given]
-    named = ((line, [f"--{each.name}" for each in idle if each.without_effect in of]) for line, of in lines.items())
+    idle = [option for option in OPTIONS if option.name in given and reasons.get(option.without_effect)]
+    named = ((reason, [f"--{each.name}" for each in idle if each.without_effect == reason]) for reason in reasons)
     return [f"without effect, because {reason}: {', '.join(names)}" for reason, names in named if names]

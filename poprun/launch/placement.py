@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from poprun.cli.settings import LaunchSettings
+from poprun.cli.settings import PARTITION_VARIABLE, LaunchSettings
+from poprun.cli.wording import count
+from poprun.errors import UsageError
 from poprun.hosts.this_machine import Core
 
 
@@ -96,6 +98,36 @@ def place_instances(
         for number, (host, local, block) in enumerate(rest)
     )
     return places + _reserves(settings, places)
+
+
+def device_ids(settings: LaunchSettings) -> tuple[int, ...]:
+    """Return the device of each instance in the simulated V-IPU partition; empty if the job does not use it.
+
+    The semantics are those of Graphcore's V-IPU and `gc-info`. A partition has as many IPUs as the job needs. A
+    partition of P IPUs has P devices of one IPU with the ids 0 to P - 1, then P / 2 devices of two IPUs, and so on up
+    to one device of all IPUs. An instance takes one device that spans all its replicas; neighbours take neighbouring
+    devices.
+
+    Example: 4 instances on 16 IPUs get the devices 24 to 27, after 16 devices of one IPU and 8 of two.
+
+    Raises:
+        UsageError: The job does not need a power of two of IPUs, or a device map is given.
+    """
+    if not settings.uses_partition:
+        return ()
+    if str(settings.vipu_partition).endswith(".toml"):
+        raise UsageError(f"--vipu-partition {settings.vipu_partition}: there are no device maps any more; give a name")
+    ipus, instances = settings.num_ipus, settings.num_instances
+    below = 1 << (ipus.bit_length() - 1)
+    if ipus != below:
+        raise UsageError(
+            f"the job needs {count(ipus, 'IPU')} ({count(settings.num_replicas, 'replica')} x "
+            f"{settings.ipus_per_replica}), but the size of a partition must be a power of two: "
+            f"use {below} or {2 * below} (--num-replicas, --ipus-per-replica), or name no partition "
+            f"(--vipu-partition, {PARTITION_VARIABLE})"
+        )
+    first = 2 * ipus - 2 * instances
+    return tuple(range(first, first + instances))
 
 
 def _reserves(settings: LaunchSettings, places: Sequence[InstancePlace]) -> tuple[InstancePlace, ...]:

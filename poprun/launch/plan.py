@@ -1,7 +1,6 @@
 """The planning of a launch: all decisions that are made before anything is started.
 
-What only jobs on other hosts, in a batch system or on a partition need is loaded for them, because it delays every
-launch otherwise.
+What only jobs on other hosts or in a batch system need is loaded for them, because it delays every launch otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from poprun.errors import PopRunError, UsageError
 from poprun.hosts.hosts import Host, check_hosts, parse_hostfile, parse_hosts, recognise_this_machine, shares_of
 from poprun.hosts.this_machine import Core, is_this_machine, usable_cores
 from poprun.launch.launch import Launch
-from poprun.launch.placement import place_instances
+from poprun.launch.placement import device_ids, place_instances
 from poprun.launch.program import (
     check_descriptors,
     check_program,
@@ -79,7 +78,7 @@ def plan_launch(
     check_descriptors(sum(count for count, here in zip(processes, is_here, strict=True) if here))
     if any(is_here):  # other hosts have their own copy of the program
         check_program(settings.program[0], environ)
-    devices = _devices(settings)
+    devices = () if settings.vipu_partition is None else device_ids(settings)
     if not settings.dry_run:
         check_user(settings, os.geteuid(), environ)  # not before: the message is of no use if a word is wrong
     cores: dict[str, Sequence[Core]] = dict.fromkeys((host.name for host in hosts), usable_cores())
@@ -288,16 +287,6 @@ def _refuse_ssh(settings: LaunchSettings, allocation: Allocation) -> None:
 
 def _recognise(hosts: Sequence[Host]) -> tuple[Host, ...]:
     return recognise_this_machine(hosts, is_this_machine)
-
-
-def _devices(settings: LaunchSettings) -> tuple[int, ...]:
-    name = settings.vipu_partition
-    if name is None or not settings.uses_partition:
-        return ()
-    from poprun.launch.partition import FILE_SUFFIX, device_ids, fit_partition, parse_device_map
-
-    described = parse_device_map(_read(name, "device map"), name) if name.endswith(FILE_SUFFIX) else None
-    return device_ids(fit_partition(described, name, settings), settings.num_instances)
 
 
 def _read(path: str, what: str) -> str:

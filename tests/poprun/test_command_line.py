@@ -7,9 +7,9 @@ import pytest
 
 from poprun.cli.command_line import CommandLine, find_option, read_command_line, read_instance_arguments, settings_from
 from poprun.cli.help import describe_options
-from poprun.cli.launch_options import OPTIONS, VIPU
+from poprun.cli.launch_options import ACCEPTED, OPTIONS, VIPU
 from poprun.cli.options import OptionKind
-from poprun.cli.settings import LaunchSettings
+from poprun.cli.settings import LaunchSettings, note_without_effect, warn_of_deprecated
 from poprun.errors import UsageError
 from poprun.launch.program import COMMANDS
 
@@ -215,7 +215,7 @@ def test_options_without_effect_appear_only_in_the_full_help():
     for option in OPTIONS:
         assert option.is_rare or not option.is_always_idle
         assert option.section != VIPU or option.is_rare
-    assert "(default 8090; without effect)" in describe_options(with_rare=True)
+    assert "port of the server (without effect)" in describe_options(with_rare=True)
     assert "V-IPU" not in describe_options()
 
 
@@ -252,9 +252,17 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
-def test_every_option_changes_the_settings(option):
-    values = {"num-replicas": 2, "ipus-per-replica": 2, "vipu-partition-attempts": 2, "remove-partition": False}
+@pytest.mark.parametrize("option", ACCEPTED, ids=lambda option: option.name)
+def test_an_option_without_effect_is_accepted_and_changes_no_setting(option):
+    line = CommandLine({option.name: EXAMPLES[option.kind]}, ("p",))
+    assert settings_from(line) == settings_from(CommandLine({}, ("p",)))
+    (said,) = warn_of_deprecated(line.values) or note_without_effect(line.values, settings_from(line), False)
+    assert f"--{option.name}" in said
+
+
+@pytest.mark.parametrize("option", sorted({*OPTIONS} - {*ACCEPTED}, key=OPTIONS.index), ids=lambda option: option.name)
+def test_every_other_option_changes_the_settings(option):
+    values = {"num-replicas": 2, "ipus-per-replica": 2}
     value = option.choices[-1] if option.choices else values.get(option.name, EXAMPLES[option.kind])
     own = {
         "json": {"json": True, "dry-run": True},

@@ -44,9 +44,7 @@ def test_options_with_the_same_reason_share_one_line():
 
 
 def test_every_other_option_of_the_vipu_server_is_noted():
-    of_the_server = [
-        o.name for o in OPTIONS if o.section == "V-IPU" and o.name not in ("vipu-partition", "update-partition")
-    ]
+    of_the_server = [option.name for option in OPTIONS if option.section == "V-IPU" and option.name != "vipu-partition"]
     (line,) = noted(of_the_server, True, **EVERYTHING)
     assert all(f"--{name}" in line for name in of_the_server)
 
@@ -54,9 +52,6 @@ def test_every_other_option_of_the_vipu_server_is_noted():
 @pytest.mark.parametrize(
     ("given", "elsewhere", "options", "reason"),
     [
-        ("update-partition", False, {}, "there is no --vipu-partition"),
-        ("update-partition", False, {"vipu_partition": "p"}, None),
-        ("update-partition", False, {"vipu_partition": "p", "offline_mode": True}, "--offline-mode is on"),
         ("vipu-partition", False, {"vipu_partition": "p"}, None),
         ("max-restarts", False, {}, "--on-failure is stop"),
         ("max-restarts", False, {"on_failure": "restart"}, None),

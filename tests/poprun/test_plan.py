@@ -98,16 +98,6 @@ class TestPlan:
         launch = plan_launch(job(**FOUR, **options), os.environ)
         assert [place.device for place in launch.places] == devices
 
-    def test_a_partition_may_be_a_device_map_file(self, tmp_path):
-        path = tmp_path / "map.toml"
-        path.write_text("ipus = 4\ndevices = [3, 2, 1, 0]")
-        launch = plan_launch(job(**FOUR, vipu_partition=str(path)), os.environ)
-        assert [place.device for place in launch.places] == [3, 2, 1, 0]
-
-    def test_a_missing_device_map_is_refused(self):
-        with pytest.raises(UsageError, match=r"device map /no/map\.toml cannot be read"):
-            plan_launch(job(vipu_partition="/no/map.toml"), os.environ)
-
 
 def test_an_environment_with_a_space_in_its_path_is_refused_for_other_hosts(monkeypatch):
     monkeypatch.setattr("poprun.launch.plan.find_mpirun", lambda *_: "/my folder/bin/mpirun")
