@@ -21,7 +21,7 @@ from strategies.exchange.flat import Shards
 from strategies.exchange.means import Bucket, Means
 from strategies.jax.comparing.agreement import flip_bit, host_arrays
 from strategies.jax.evaluation.tasks import JaxRows
-from strategies.jax.fused_steps import FusedPrograms, Made
+from strategies.jax.fused_steps import FusedPrograms, FusedSteps
 from strategies.jax.gradients.model_state import LEAST_WEIGHT, MEAN, PER_REPLICA, ModelStateRule, control_words, has_own
 from strategies.jax.gradients.replica_program import ReplicaProgram
 from strategies.jax.on_device.step import DevicePending, DeviceStep, StepQueue, model_state_after, scaled_control
@@ -104,23 +104,31 @@ class FusedPending:
     """A `PendingStep` of a single replica that one program makes, without waiting for it.
 
     Attributes:
-        names: Names of the metrics.
-        tail: Values of the metrics.
+        step: Programs of the step.
         notice: Whether the instance was given a notice.
         after: State after the step.
+        tail: Values of the metrics.
+        gradients: Gradients of the step.
         buckets: Empty.
     """
 
-    names: tuple[str, ...]
-    tail: UnreadArray
+    step: PreparedStep | DeviceStep
     notice: bool
     after: TrainState
+    tail: UnreadArray
+    gradients: Gradients
     buckets: Iterator[tuple[Bucket, Buffers]] = field(default_factory=lambda: iter(()))
 
     @property
     def exchange(self) -> NoReturn:
         """No exchange: there is no bucket."""
         raise AssertionError("a step of the only replica exchanges nothing")
+
+    def finish_exchange(self) -> ExchangeResult:
+        """Return the results of the step."""
+        return ExchangeResult(
+            self.step.program.names, self.tail, float(self.notice), True, lambda: (self.gradients, None)
+        )
 
 
 JaxPendings: TypeAlias = HostPending | DevicePending | FusedPending
@@ -137,8 +145,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         is_recorded: Whether every step is recorded.
 
     Attributes:
-        may_fuse: Whether a step may be one program: there is one replica, and no record or fault needs values in
-            between.
+        may_fuse: Whether several steps may be one program: there is one replica, and nothing happens between steps.
         variable_names: Names of the trained variables for sinks of metrics, in the order of the pytree; None for their
             paths in it.
     """
@@ -155,12 +162,13 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         self._replicas = replicas
         self._programs = programs
         self._options = options
-        is_looked_at = replicas.faults.is_armed or is_recorded or replicas.journal.is_kept
         is_plain = options.may_fuse and not has_own(options.model_state_aggregation)
-        self.may_fuse = replicas.num_replicas_in_sync == 1 and is_plain and not is_looked_at
+        self._is_recorded = is_recorded
+        self._is_fused = replicas.num_replicas_in_sync == 1 and is_plain  # if it has no weights and calls no Python
+        self.may_fuse = self._is_fused and not (replicas.faults.is_armed or is_recorded or replicas.journal.is_kept)
         self.variable_names: Sequence[str] | None = None
         self._known_names: tuple[object, tuple[str, ...]] | None = None  # and what they were made of
-        self._fused = FusedPrograms(programs, options.seed)
+        self._fused = FusedPrograms(options.seed)
         self._rows = JaxRows(replicas, options, is_recorded)
         self._queue = StepQueue()
         self._parts = ShardBackups(replicas, programs, options)
@@ -175,39 +183,38 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         self._parted.begin()
         step = self._programs.prepare(state, batch)
         state = self._programs.unchanging(state)
-        made = self._made_at_once(step, state, batch)
-        if made is not None:
-            return FusedPending(step.program.names, made[1], notice, made[0])
+        fused = self._fused_steps(step, state, [batch])
+        if fused is not None:
+            if self._is_recorded or self._are_looked_at(state.step, 1):  # the variables before the step are needed
+                trained = jax.tree.map(jnp.copy, step.program.trainable.pick(state.variables))
+                state = replace(state, variables=step.program.trainable.put(state.variables, trained))
+            return FusedPending(step, notice, *fused(state, [batch]))
         if isinstance(step, DeviceStep):
             words: Leaf = control_words(state.step, notice, 1.0)
             if state.loss_scale is not None:  # the host does not wait for it
                 words = scaled_control(words, jnp.asarray(state.loss_scale.scale, jnp.float32))
             sums, kept = step.gradients.sums(*self._programs.arguments(state, unchanging(batch), words))
             return DevicePending(step, state, words, float(notice), sums, kept)
-        return self._begun(step, state, batch, control_of(state, notice))
+        control = control_of(state, notice)
+        step.gradients.dispatch(*self._programs.arguments(state, batch, control))
+        return HostPending(step, state, control)
 
-    def _made_at_once(self, step: PreparedStep | DeviceStep, state: TrainState, batch: Batch) -> Made | None:
-        """Make a step of a single replica in one program; return None if it has to be made in parts."""
-        if not self.may_fuse or step.program.places.is_weighted or self._are_looked_at(state.step):
-            return None
-        if isinstance(step, PreparedStep):
-            return self._fused.made(step, state, [batch], self._in_parts)
-        return None if self._replicas.devices.is_cpu else self._fused.on_device(step, state, batch)
+    def _fused_steps(
+        self, step: PreparedStep | DeviceStep, state: TrainState, batches: Sequence[Batch]
+    ) -> FusedSteps | None:
+        """Return the program of steps of a single replica; None if they are made in parts, or one by one."""
+        is_checked = step.program.places.is_weighted  # a step without weight is not applied
+        return self._fused.find(step, state, batches) if self._is_fused and not is_checked else None
 
-    def _are_looked_at(self, first: int, count: int = 1) -> bool:
+    def _are_looked_at(self, first: int, count: int) -> bool:
         """Return whether norms or histograms are due in one of `count` steps, of which `first` is the first one."""
         settings = self._replicas.distributions
         return settings is not None and any(map(settings.are_due, range(first, first + count)))
 
-    def _begun(self, step: PreparedStep, state: TrainState, batch: Batch, control: np.ndarray) -> HostPending:
-        step.gradients.dispatch(*self._programs.arguments(state, batch, control))
-        return HostPending(step, state, control)
-
     @override
     def finish_exchange(self, pending: JaxPendings) -> ExchangeResult:
         if isinstance(pending, FusedPending):
-            # Without gradients: recorded steps are never made in one program.
-            return ExchangeResult(pending.names, pending.tail, float(pending.notice), True, lambda: ({}, None))
+            return pending.finish_exchange()
         program, state = pending.step.program, pending.state
         if isinstance(pending, HostPending):
             self._raise_if_feeds_differ()
@@ -300,32 +307,13 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         step, *others = [self._programs.prepare(state, batch) for batch in batches]
         if isinstance(step, DeviceStep) or any(other is not step for other in others):
             return None
-        if step.program.places.is_weighted:  # a step without weight has to end them
+        state = self._programs.unchanging(state)
+        fused = self._fused_steps(step, state, batches)
+        if fused is None:
             return None
         self._replicas.instruments.step_begins(state.step)
-        state = self._programs.unchanging(state)
-        made = self._fused.made(step, state, batches, self._in_parts)
-        if made is None:
-            return None
-        state, tails = made
+        state, tails, _ = fused(state, batches)
         return state, Metrics(step.program.names, tails[-1]), tails
-
-    def _in_parts(self, step: PreparedStep, state: TrainState, batches: Sequence[Batch]) -> Made:
-        """Make steps whose results are compared with the results of one program."""
-        tails = []
-        self._replicas.reducer.begin()
-        for batch in batches:
-            pending = self._begun(step, state, batch, control_of(state))
-            state = self._completed(pending, state.loss_scale)
-            tails.append(pending.tail)
-        return state, tails[0] if len(tails) == 1 else np.stack(tails)
-
-    def _completed(self, pending: JaxPendings, scale: LossScale | None) -> TrainState:
-        """Return the state after a step that has begun, with the scale of the next loss. Collective."""
-        for bucket, contributions in pending.buckets:
-            pending.exchange.reduce(bucket, contributions)
-        self.finish_exchange(pending)
-        return self.update(pending, scale)
 
     # ---- without training
 
@@ -383,7 +371,6 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
 
     @override
     def layers(self, state: TrainState, pending: JaxPendings, result: ExchangeResult) -> Layers:
-        assert not isinstance(pending, FusedPending)  # a step that is looked at is never made in one program
         paths, structure = jax.tree_util.tree_flatten_with_path(self._programs.trained(state.variables))
         chosen = None if self.variable_names is None else tuple(self.variable_names)
         if self._known_names is None or self._known_names[0] != (structure, chosen):
@@ -445,7 +432,11 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         state = self.share(state, 0)  # places arrays as `hand_over` does, for which the update is compiled
         try:
             if self._programs.prepare(state, batch).program.is_independent:
-                jax.block_until_ready(self._completed(self.begin(state, batch, False), state.loss_scale))
+                pending = self.begin(state, batch, False)
+                for bucket, contributions in pending.buckets:
+                    pending.exchange.reduce(bucket, contributions)
+                self.finish_exchange(pending)
+                jax.block_until_ready(self.update(pending, state.loss_scale))
         finally:
             self._programs.rest()
 

@@ -9,6 +9,7 @@ from tiers import also
 
 import strategies
 from strategies import Trainer
+from strategies.jax.fused_steps import FusedSteps
 
 RNG = np.random.default_rng(11)
 POINTS = RNG.standard_normal((96, 3)).astype(np.float32)
@@ -61,15 +62,20 @@ def test_instances_meet_in_every_step(on_instances):
 
 
 def test_one_replica_makes_its_steps_in_one_program(monkeypatch):
-    """Python runs a step only for the comparison with the program; later executions are one call each."""
+    """Every execution is one call; the first one also runs each program for the comparison."""
     strategy = strategies.IPUStrategy(1)
     trainer = Trainer(strategy, loss_fn, optax.sgd(0.1))
-    single, calls = trainer._engine._begun, []
-    monkeypatch.setattr(trainer._engine, "_begun", lambda *arguments: calls.append(1) or single(*arguments))
+    call, lengths = FusedSteps.__call__, []
+
+    def called(self, state, batches):
+        lengths.append(len(batches))
+        return call(self, state, batches)
+
+    monkeypatch.setattr(FusedSteps, "__call__", called)
     state = trainer.init({"w": np.zeros(3, np.float32)})
     batches = [batch for epoch in range(4) for batch in dataset_of(strategy).epoch(epoch)]
     state, metrics = trainer.run(state, batches, 8)
-    assert len(calls) == 8
+    assert lengths == [8, *[1] * 8] * 2 + [8] * 4
     assert state.step == 32
     assert set(metrics) == {"loss", "rows"}
 

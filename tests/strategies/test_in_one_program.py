@@ -1,4 +1,4 @@
-"""Steps of a single replica: one program if that changes no bit."""
+"""Steps of a single replica: one program, with the bits of a step in parts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import optax
 import pytest
 
 import strategies
-from strategies.jax.fused_steps import WORTH_AFTER
+from strategies.jax.engine import FusedPending
 
-STEPS = WORTH_AFTER + 6
-IN_ONE, IN_PARTS = "in one program from step", "in parts"
+STEPS = 6
 
 
 def loss_with_state(variables, batch, key, model_state):
@@ -30,8 +29,8 @@ def loss_with_state(variables, batch, key, model_state):
     return strategies.Outcome((hidden**2).mean(), {"mean": mean.mean()}, after)
 
 
-def trained(num_replicas=1, loss_fn=loss_with_state, change=lambda trainer: None, **options):
-    """Return the end of a training with small batches; the test may change the trainer before it begins."""
+def trained(num_replicas=1, loss_fn=loss_with_state, **options):
+    """Return the end of a training with small batches, and whether each step was one program."""
     trainer = strategies.Trainer(
         strategies.IPUStrategy(num_replicas=num_replicas),
         loss_fn,
@@ -39,13 +38,21 @@ def trained(num_replicas=1, loss_fn=loss_with_state, change=lambda trainer: None
         model_state_aggregation={"mean": "mean", "count": "first", "sum": "sum"},
         **options,
     )
-    change(trainer)
+    begin, are_fused = trainer._engine.begin, []
+
+    def begun(*arguments):
+        pending = begin(*arguments)
+        are_fused.append(isinstance(pending, FusedPending))
+        return pending
+
+    trainer._engine.begin = begun
     rng = np.random.default_rng(0)
     variables = {"kernel": rng.standard_normal((6, 5)).astype(np.float32), "bias": np.ones(5, np.float32)}
     state = trainer.init(variables, {"mean": np.zeros(5, np.float32), "count": np.int32(0), "sum": np.float32(0)})
     for _ in range(STEPS):
         state, metrics = trainer.step(state, rng.standard_normal((4, 6)).astype(np.float32))
-    return strategies.fingerprint((state.variables, state.optimizer_state, state.model_state)), dict(metrics)
+    bits = strategies.fingerprint((state.variables, state.optimizer_state, state.model_state))
+    return (bits, dict(metrics)), are_fused
 
 
 @pytest.mark.parametrize(
@@ -53,33 +60,12 @@ def trained(num_replicas=1, loss_fn=loss_with_state, change=lambda trainer: None
     [{}, pytest.param({"trainable": lambda name, variable: "bias" not in name}, marks=pytest.mark.complete)],
     ids=["", "frozen"],
 )
-def test_one_program_has_the_bits_of_the_parts(caplog, options):
-    with caplog.at_level(logging.INFO, "strategies.jax"):
-        in_one = trained(**options)
-        assert IN_ONE in caplog.text
-        assert IN_PARTS not in caplog.text
-        caplog.clear()
-        assert trained(**options, check_numerics=True) == in_one
-        assert IN_ONE not in caplog.text
-
-
-@pytest.mark.parametrize("name", [0, 1], ids=["loss", "metric"])
-def test_a_different_last_bit_of_a_metric_keeps_the_step_in_parts(caplog, monkeypatch, name):
-    def tell_more(trainer):
-        engine = trainer._engine
-        made = engine._in_parts
-
-        def in_parts(*arguments):
-            state, tail = made(*arguments)
-            tail[name] = np.nextafter(tail[name], np.float32(np.inf))
-            return state, tail
-
-        monkeypatch.setattr(engine, "_in_parts", in_parts)
-
-    with caplog.at_level(logging.INFO, "strategies.jax"):
-        trained(change=tell_more)
-    assert "in parts: one program would give other bits" in caplog.text
-    assert IN_ONE not in caplog.text
+def test_one_program_has_the_bits_of_the_parts(options):
+    in_one, are_fused = trained(**options)
+    in_parts, others = trained(**options, check_numerics=True)
+    assert in_one == in_parts
+    assert are_fused == [True] * STEPS
+    assert others == [False] * STEPS
 
 
 def test_a_loss_function_that_calls_python_keeps_the_step_in_parts(caplog):
@@ -88,34 +74,11 @@ def test_a_loss_function_that_calls_python_keeps_the_step_in_parts(caplog):
         return loss_with_state(*arguments)
 
     with caplog.at_level(logging.INFO, "strategies.jax"):
-        trained(loss_fn=loss_fn)
+        _, are_fused = trained(loss_fn=loss_fn)
     assert "in parts: the loss function calls back" in caplog.text
-    assert IN_ONE not in caplog.text
+    assert are_fused == [False] * STEPS
 
 
 @pytest.mark.complete
-def test_several_replicas_never_try_one_program(caplog):
-    with caplog.at_level(logging.INFO, "strategies.jax"):
-        trained(num_replicas=2)
-    assert IN_ONE not in caplog.text
-    assert IN_PARTS not in caplog.text
-
-
-def test_different_gradients_without_an_effect_yet_keep_the_step_in_parts(caplog):
-    """A learning rate of zero hides the difference while it warms up, and plain SGD keeps no state."""
-    traces = []
-
-    def loss_fn(variables, batch, key):
-        """Compute a loss whose gradient grows with each trace, as another program may round differently."""
-        traces.append(None)
-        product = (batch * variables).sum()
-        return product + len(traces) * (product - jax.lax.stop_gradient(product))
-
-    warming_up = optax.sgd(lambda count: jnp.where(count < STEPS, 0.0, 0.1))
-    trainer = strategies.Trainer(strategies.IPUStrategy(1), loss_fn, warming_up)
-    state = trainer.init(np.ones(3, np.float32))
-    with caplog.at_level(logging.INFO, "strategies.jax"):
-        for _ in range(STEPS):
-            state, _ = trainer.step(state, np.ones((1, 3), np.float32))
-    assert "in parts: one program would give other bits" in caplog.text
-    assert IN_ONE not in caplog.text
+def test_several_replicas_never_try_one_program():
+    assert trained(num_replicas=2)[1] == [False] * STEPS

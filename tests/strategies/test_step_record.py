@@ -123,14 +123,18 @@ def test_every_spread_records_the_same(tmp_path, on_instances, options):
                 assert all(list(found) == list(whole[BATCH][name]) for name, found in step.parts[BATCH].items())
 
 
-def test_steps_of_one_execution_are_recorded_one_by_one(tmp_path):
-    strategy = strategies.IPUStrategy(1)
-    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
-    trainer._loop._watcher = StepRecorder(strategy.replicas, StepOptions(), Recording(tmp_path))
-    trainer._engine.may_fuse = False
-    dataset = strategy.distribute_dataset(DATA, batch_size=8, seed=1)
-    trainer.run(trainer.init(VARIABLES), dataset, steps_per_execution=4)
-    assert len(read_record(tmp_path).steps) == len(dataset) == 8
+def test_steps_of_one_execution_are_recorded_one_by_one_and_have_the_same_bits(tmp_path, monkeypatch):
+    def end():
+        strategy = strategies.IPUStrategy(1)
+        trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
+        dataset = strategy.distribute_dataset(DATA, batch_size=8, seed=1)
+        state, _ = trainer.run(trainer.init(VARIABLES), dataset, steps_per_execution=4)
+        return strategies.fingerprint(state)
+
+    unseen = end()
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    assert end() == unseen
+    assert len(read_record(tmp_path).steps) == len(DATA["x"]) // 8
 
 
 class TestDifferences:

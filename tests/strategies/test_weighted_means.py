@@ -215,7 +215,7 @@ def test_one_replica_makes_no_fused_step_with_weights():
     strategy = strategies.IPUStrategy(num_replicas=1)
     trainer = strategies.Trainer(strategy, mean_over_tokens, optax.sgd(0.1), gradient_accumulation_count=MICRO_BATCHES)
     state = trainer.init(VARIABLES)
-    for _ in range(2 * strategies.jax.fused_steps.WORTH_AFTER + 2):
+    for _ in range(3):
         state, _ = trainer.step(state, batch_of(strategy, 0))
     with pytest.raises(ZeroWeightError):
         trainer.step(state, batch_of(strategy, 0, weights=0))

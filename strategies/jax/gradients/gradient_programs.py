@@ -32,7 +32,7 @@ from strategies.exchange.window_path import gpu_of
 from strategies.jax.comparing.agreement import lines_of
 from strategies.jax.gradients.replica_program import ReplicaProgram, ReplicaShapes
 from strategies.jax.programs.jaxpr import every_equation
-from strategies.jax.replicas.devices import DeviceGrid, ReplicaDevices, borrow, is_key, results_of
+from strategies.jax.replicas.devices import DeviceGrid, ReplicaDevices, borrow, results_of
 from strategies.jax.replicas.replicas import Replicas
 from strategies.typing import Leaf, Tree, Variables
 
@@ -634,16 +634,6 @@ class GradientPrograms(ReplicaGradients):
             raise failed
         if self._is_serial:
             self._dispatch.end(len(self._runs))
-
-    def leaves(self) -> list[list[np.ndarray]]:
-        """Return the results of each local replica for this step: the tail, gradients, and kept values."""
-        ((bucket, contributions),) = self.collect()
-        kept = [[np.asarray(jax.random.key_data(one) if is_key(one) else one) for one in own] for own in self.kept()]
-        layout = bucket.layout
-        return [
-            [layout.tail_view(buffers), *layout.views(buffers), *own]
-            for buffers, own in zip(zip(*contributions, strict=True), kept, strict=True)
-        ]
 
 
 class _ReplicaGradientRun:
