@@ -48,9 +48,10 @@ def test_pre_commit_hooks_are_the_linters_of_the_tests():
     }
 
 
-def test_the_workflow_runs_what_ci_runs():
-    steps = yaml.safe_load(text_of(".github/workflows/ci.yml"))["jobs"]["run"]["steps"]
-    assert [step["run"] for step in steps if "run" in step] == [".ci/run"]
+@pytest.mark.parametrize(("workflow", "command"), [("ci", ".ci/run"), ("nightly", ".ci/run --complete")])
+def test_a_workflow_runs_what_ci_runs(workflow, command):
+    steps = yaml.safe_load(text_of(f".github/workflows/{workflow}.yml"))["jobs"]["run"]["steps"]
+    assert [step["run"] for step in steps if "run" in step] == [command]
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o100
 
 
