@@ -18,11 +18,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from collectives.simulation.__main__ import command_line_parser
-from poprun import doctor
 from poprun.cli.help import options_table
-from poprun.monitor import command as top
-from poprun.monitor import resize_command as resize
-from poprun.trace import command as timeline
+from poprun.doctor import DOCTOR
+from poprun.monitor.command import TOP
+from poprun.monitor.resize_command import RESIZING
+from poprun.trace.command import TIMELINE
 from poprun.verify import options as verify
 
 DOCS = Path(__file__).parent
@@ -30,19 +30,12 @@ REFERENCE = DOCS / "reference"
 _MARK = re.compile(r"<!-- (?P<kind>[a-z]+): (?P<name>.+) -->\n(?:\|.*\n|```text\n(?s:.*?)^```\n)*", re.MULTILINE)
 _LINK = re.compile(r"\[([^\]]+)\]\((\w+\.md(?:#[\w-]+)?|#[\w-]+)\)")
 
+_SUBCOMMANDS = {"timeline": TIMELINE, "top": TOP, "resize": RESIZING, "doctor": DOCTOR}
 _OPTIONS_OF_SUBCOMMANDS = {
     verify.VERIFY: verify.OPTIONS_OF_VERIFY,
-    timeline.SECTION: (timeline.HELP, timeline.OUTPUT, timeline.HTML),
-    top.SECTION: top.OPTIONS,
-    resize.SECTION: resize.OPTIONS,
+    **{command.options[0].section: command.options for command in _SUBCOMMANDS.values()},
 }
-_USAGES = {
-    "verify": verify.describe_verify,
-    "timeline": timeline.describe,
-    "top": top.describe,
-    "resize": resize.describe,
-    "doctor": lambda: doctor.USAGE,
-}
+_USAGES = {"verify": verify.USAGE, **{name: command.usage for name, command in _SUBCOMMANDS.items()}}
 
 
 def pages() -> list[Path]:
@@ -66,8 +59,7 @@ def _options(section: str) -> str:
 
 
 def _usage(command: str) -> str:
-    usage, *_ = _USAGES[command]().split("\n\n")
-    return f"```text\n{usage}\n```"
+    return f"```text\n{_USAGES[command]}\n```"
 
 
 def _simulate(command: str) -> str:

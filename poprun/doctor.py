@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 
 from popdist.instance import this_host
@@ -24,7 +25,9 @@ from popdist.xla import (
     right_sums_setting,
 )
 from poprun.cli.log import show
-from poprun.cli.wording import USUAL_COLUMNS, columns_of, count, draw_rows, wrap
+from poprun.cli.options import Option, OptionKind
+from poprun.cli.subcommand import Subcommand
+from poprun.cli.wording import columns_of, count, draw_rows
 from poprun.errors import PopRunError, UsageError
 from poprun.hosts.allocation import find_allocation
 from poprun.hosts.host_checks import Finding, HostNeeds, findings_of
@@ -38,7 +41,18 @@ from poprun.hosts.survey import limit_from, survey
 from poprun.hosts.this_machine import is_this_machine
 from poprun.launch.program import find_mpirun
 
-USAGE = "usage: poprun doctor [--host HOST[,HOST...]] [--host-subnet INTERFACE|MASK] [--json]"
+_of_doctor = partial(Option, section="Doctor")
+DOCTOR = Subcommand(
+    "usage: poprun doctor [--host HOST[,HOST...]] [--host-subnet INTERFACE|MASK] [--json]",
+    "Examines everything that a job on the hosts depends on, and starts nothing. Without --host, it examines the hosts "
+    "of the batch system's job, or this machine.",
+    (
+        _of_doctor("help", OptionKind.FLAG, "print this and stop", spellings=("-h",)),
+        _of_doctor("host", OptionKind.HOSTS, "the hosts, e.g. 'node[0-2,4]'", spellings=("-H",)),
+        _of_doctor("host-subnet", OptionKind.TEXT, "the interface or network that connects the hosts"),
+        _of_doctor("json", OptionKind.FLAG, "print JSON instead of a table"),
+    ),
+)
 
 _COLUMNS = ("", "check", "host", "result", "way out")
 
@@ -89,9 +103,6 @@ def main(words: Sequence[str]) -> int:
     Raises:
         UsageError: The words are wrong.
     """
-    if set(words) & {"-h", "--help"}:
-        show(wrap(USAGE, columns_of(os.environ) or USUAL_COLUMNS))
-        return 0
     asked = read_words(words)
     report = examine(asked, os.environ)
     show(report.as_json() if asked.as_json else draw_table(report.findings, columns_of(os.environ)))
@@ -104,24 +115,12 @@ def read_words(words: Sequence[str]) -> DoctorRequest:
     Raises:
         UsageError: A word is unknown, or a value is missing or wrong.
     """
-    lists: list[str] = []
-    subnet, as_json = None, False
-    rest = iter(words)
-    for word in rest:
-        name, given, value = word.partition("=")
-        if name == "--json" and not given:
-            as_json = True
-        elif name in ("--host", "-H", "--host-subnet"):
-            value = value if given else next(rest, "")
-            if not value:
-                raise UsageError(f"{name} has no value; {USAGE}")
-            if name == "--host-subnet":
-                subnet = value
-            else:
-                lists.append(value)
-        else:
-            raise UsageError(f"doctor has no option {word!r}; {USAGE}")
-    return DoctorRequest(tuple(host.name for host in parse_hosts(lists)), subnet, as_json)
+    values, others = DOCTOR.read(words)
+    if others:
+        raise UsageError(f"poprun doctor takes options only, not {others[0]!r}; {DOCTOR.usage}")
+    hosts, subnet = values.get("host", ()), values.get("host-subnet")
+    names = tuple(host.name for host in parse_hosts(hosts)) if isinstance(hosts, tuple) else ()
+    return DoctorRequest(names, None if subnet is None else str(subnet), bool(values.get("json")))
 
 
 def examine(asked: DoctorRequest, environ: Mapping[str, str]) -> DoctorReport:

@@ -17,11 +17,12 @@ from pages import PAGES, ROOT, blocks_in, page_programs
 from collectives.simulation.__main__ import command_line_parser
 from poprun.cli.command_line import find_option
 from poprun.cli.launch_options import OPTIONS
-from poprun.cli.options import Option, OptionKind
+from poprun.cli.options import OptionKind
+from poprun.doctor import DOCTOR
 from poprun.errors import UsageError
-from poprun.monitor.command import OPTIONS as OPTIONS_OF_TOP
-from poprun.monitor.resize_command import OPTIONS as OPTIONS_OF_RESIZE
-from poprun.trace.command import HELP, HTML, OUTPUT
+from poprun.monitor.command import TOP
+from poprun.monitor.resize_command import RESIZING
+from poprun.trace.command import TIMELINE
 from poprun.verify.options import OPTIONS_OF_VERIFY
 
 LIMIT_S = 200.0
@@ -169,14 +170,11 @@ def test_blocks_of_shell_commands_can_be_parsed(page):
 
 
 SUBCOMMANDS = {
-    "verify": (*OPTIONS, *OPTIONS_OF_VERIFY, HELP),
-    "timeline": (HELP, OUTPUT, HTML),
-    "top": OPTIONS_OF_TOP,
-    "resize": OPTIONS_OF_RESIZE,
-    "doctor": tuple(
-        Option(name, kind, "", "")
-        for name, kind in (("host", OptionKind.HOSTS), ("host-subnet", OptionKind.TEXT), ("json", OptionKind.FLAG))
-    ),
+    "verify": (*OPTIONS, *OPTIONS_OF_VERIFY),
+    "timeline": TIMELINE.options,
+    "top": TOP.options,
+    "resize": RESIZING.options,
+    "doctor": DOCTOR.options,
 }
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from poprun.cli.launch_options import OPTIONS
-from poprun.cli.options import Option, OptionKind
+from poprun.cli.options import WORDS_FOR_NO, WORDS_FOR_YES, Option, OptionKind
 from poprun.cli.settings import PARTITION_VARIABLE, LaunchSettings
 from poprun.cli.wording import count, name_nearest
 from poprun.errors import UsageError
@@ -20,14 +20,11 @@ if TYPE_CHECKING:
 
 Value = bool | int | float | str | tuple[str, ...]
 
-_TRUE = ("yes", "on", "true", "1")
-_FALSE = ("no", "off", "false", "0")
-
 _NUMBER = re.compile(r"[+-]?[0-9]{1,4000}")
 """A whole number. `int` would also read `1_0` and digits of every script, and it refuses more than 4300 digits."""
 
-_FRACTION = re.compile(r"[+-]?[0-9]{0,4000}[.][0-9]{1,4000}")
-"""A number with a fraction, which options that take seconds accept too."""
+_FRACTION = re.compile(r"[+-]?(?:[0-9]{0,4000}[.][0-9]{1,4000}|[0-9](?:[.][0-9]{1,400})?e-[0-9]{1,3})")
+"""A number with a fraction, which options that take seconds accept too; configuration files hold `1e-05`."""
 
 _WITHOUT_DASH = (OptionKind.TEXT, OptionKind.PATH, OptionKind.HOSTS, OptionKind.METRICS)
 """Kinds whose values seldom begin with a dash: in `--output-dir --timestamps` the value was forgotten."""
@@ -64,17 +61,28 @@ class CommandLine:
     program: tuple[str, ...] = ()
 
 
-def read_command_line(words: Sequence[str], options: Sequence[Option] = OPTIONS) -> CommandLine:
+def read_command_line(words: Sequence[str], options: Sequence[Option] = OPTIONS, mixed: bool = False) -> CommandLine:
     """Read the words after `poprun`.
 
     The syntax follows Boost.Program_options: `--name value`, `--name=value`, unambiguous prefixes of long names.
+
+    Args:
+        words: The words.
+        options: The known options.
+        mixed: Whether options may stand between other words, which `program` then holds. Otherwise, the first other
+            word ends the options and begins the program.
 
     Raises:
         UsageError: An option is unknown or ambiguous, or its value is missing or wrong.
     """
     values: dict[str, Value] = {}
+    others: list[str] = []
     position = 0
-    while position < len(words) and _is_option(words[position]):
+    while position < len(words) and (_is_option(words[position]) or mixed):
+        if not _is_option(words[position]):
+            others.append(words[position])
+            position += 1
+            continue
         name, equals, text = words[position].partition("=")
         option = find_option(name, options)
         position += 1
@@ -88,28 +96,7 @@ def read_command_line(words: Sequence[str], options: Sequence[Option] = OPTIONS)
         _store(values, option, True if attached is None else read_value(option, attached))
     if words[position : position + 1] == ["--"]:
         position += 1
-    return CommandLine(values, tuple(words[position:]))
-
-
-def read_mixed_words(words: Sequence[str], options: Sequence[Option]) -> tuple[dict[str, Value], list[str]]:
-    """Read the words after a command such as `poprun resize`, whose options may stand between its other words.
-
-    Returns:
-        The given options, by name, and the other words.
-
-    Raises:
-        UsageError: As `read_command_line` does.
-    """
-    values: dict[str, Value] = {}
-    named: list[str] = []
-    while words:
-        line = read_command_line(words, options)
-        for option in options:
-            if option.name in line.values:
-                _store(values, option, line.values[option.name])
-        named += line.program[:1]
-        words = line.program[1:]
-    return values, named
+    return CommandLine(values, (*others, *words[position:]))
 
 
 def find_option(written: str, options: Sequence[Option] = OPTIONS) -> Option:
@@ -207,12 +194,7 @@ def read_metrics(text: str) -> str:
     return text
 
 
-def check_number(option: Option, number: float) -> None:
-    """Refuse a number outside the range of its option.
-
-    Raises:
-        UsageError: The number is too small or too large.
-    """
+def _check_number(option: Option, number: float) -> None:
     if option.at_least is not None and number < option.at_least:
         raise UsageError(f"--{option.name} is {number}; use {option.at_least} or more")
     if not number <= option.at_most:  # every comparison with nan is false
@@ -313,9 +295,9 @@ def _store(values: dict[str, Value], option: Option, value: Value) -> None:
 
 
 def _read_boolean(option: Option, text: str) -> bool:
-    if text.lower() not in _TRUE + _FALSE:
+    if text.lower() not in WORDS_FOR_YES + WORDS_FOR_NO:
         raise UsageError(f"--{option.name} needs yes or no (on, off, true, false, 1, 0), got {text!r}")
-    return text.lower() in _TRUE
+    return text.lower() in WORDS_FOR_YES
 
 
 def _read_number(option: Option, text: str) -> int | float:
@@ -324,7 +306,7 @@ def _read_number(option: Option, text: str) -> int | float:
         hint = f"; this machine has {os.cpu_count()} cores" if text in ("auto", "gpu", "cpu") else ""
         raise UsageError(f"--{option.name} needs {option.kind.needs}, got {text!r}{hint}")
     number = float(text) if is_fraction else int(text)
-    check_number(option, number)
+    _check_number(option, number)
     return number
 
 

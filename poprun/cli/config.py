@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from typing import TypeGuard
 
 from popdist.records.private_files import fault_of_file, open_unless_linked
-from poprun.cli.command_line import CommandLine, Value, check_number, read_value, split_instances
+from poprun.cli.command_line import CommandLine, Value, read_value, split_instances
 from poprun.cli.launch_options import OPTIONS
 from poprun.cli.options import Option, OptionKind
 from poprun.cli.wording import cut_off, name_nearest, without_controls
@@ -24,6 +23,7 @@ PROGRAM = "program"
 _MOST_CHARACTERS = 1 << 28
 """The limit for files to read; the longest certificate is far shorter."""
 
+_WITHOUT_QUOTES = (OptionKind.FLAG, OptionKind.BOOLEAN, OptionKind.NUMBER, OptionKind.INSTANCES, OptionKind.SECONDS)
 _EXCLUSIVE = (frozenset(("host", "hostfile")),)
 
 
@@ -35,7 +35,7 @@ def format_config(line: CommandLine) -> str:
     import tomli_w  # takes some milliseconds to load, and few launches export
 
     table: dict[str, object] = {
-        option.name: _plain(line.values[option.name])
+        option.name: list(value) if isinstance(value := line.values[option.name], tuple) else value
         for option in OPTIONS
         if not option.once and option.name in line.values
     }
@@ -174,10 +174,6 @@ def _exists(path: Value) -> UsageError:
     return UsageError(f"{path} exists; give --overwrite-config yes, or another name to --export-config")
 
 
-def _plain(value: Value) -> object:
-    return list(value) if isinstance(value, tuple) else value
-
-
 def _find(key: str, path: str) -> Option:
     settings = {option.name: option for option in OPTIONS if not option.once}
     if key in settings:
@@ -198,28 +194,11 @@ def _read(option: Option, value: object, path: str) -> Value:
 
 
 def _convert(option: Option, value: object) -> Value:
-    """Convert a value of TOML; a string is read like a word of the command line."""
-    if isinstance(value, bool) and option.kind in (OptionKind.FLAG, OptionKind.BOOLEAN):
-        return value
-    if _is_number(value, option.kind):
-        check_number(option, value)
-        return value
-    if isinstance(value, str) or (type(value) is int and option.kind in (OptionKind.FLAG, OptionKind.BOOLEAN)):
+    """Convert a value of TOML; a text, a number or a boolean is read like a word of the command line."""
+    if isinstance(value, str) or (isinstance(value, bool | int | float) and option.kind in _WITHOUT_QUOTES):
         return read_value(option, str(value))
     if option.is_repeatable and isinstance(value, list) and all(isinstance(word, str) for word in value):
-        return _read_list(option, value)
-    raise UsageError(f"--{option.name} needs {option.kind.needs}, got {value!r}")
-
-
-def _is_number(value: object, kind: OptionKind) -> TypeGuard[int | float]:
-    is_whole = type(value) is int  # excludes bool
-    return (is_whole and kind in (OptionKind.NUMBER, OptionKind.INSTANCES, OptionKind.SECONDS)) or (
-        isinstance(value, float) and kind is OptionKind.SECONDS
-    )
-
-
-def _read_list(option: Option, words: list[str]) -> Value:
-    if option.kind is not OptionKind.ARGUMENTS:
-        for word in words:
+        for word in value if option.kind is not OptionKind.ARGUMENTS else ():
             read_value(option, word)
-    return tuple(words)
+        return tuple(value)
+    raise UsageError(f"--{option.name} needs {option.kind.needs}, got {value!r}")

@@ -16,6 +16,9 @@ ONE_HOST = "the job stays on this machine"
 STOPS = "--on-failure is stop"
 NO_SPARES = "there are no spares"
 
+WORDS_FOR_YES = ("yes", "on", "true", "1")
+WORDS_FOR_NO = ("no", "off", "false", "0")
+
 _DECLARATION = "option"
 _Default = TypeVar("_Default")
 

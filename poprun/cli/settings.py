@@ -13,7 +13,7 @@ from functools import cached_property
 from poprun.cli.launch_options import OPTIONS, LaunchOptions
 from poprun.cli.log import Level
 from poprun.cli.mpi_arguments import JobArguments
-from poprun.cli.options import NO_SDK, NO_SERVER, NO_SPARES, OFFLINE, ONE_HOST, STOPS
+from poprun.cli.options import NO_SDK, NO_SERVER, NO_SPARES, OFFLINE, ONE_HOST, STOPS, WORDS_FOR_NO, WORDS_FOR_YES
 from poprun.cli.wording import count, size_text
 from poprun.errors import UsageError
 
@@ -30,8 +30,6 @@ _POSITIVE = (
 _OPTION_AND_MORE = re.compile(r"-[^\s=]*\s+\S")
 
 FILE_PREFIX = "json:"
-_YES = ("yes", "on", "true", "1")
-_NO = ("no", "off", "false", "0")
 
 INSTEAD: Mapping[str, str] = {
     "--output-filename": "--output-dir",
@@ -68,8 +66,8 @@ class SummaryAsked:
         """
         if not text:
             return cls()
-        if text.lower() in (*_YES, *_NO):
-            return cls(lines=text.lower() in _YES)
+        if text.lower() in WORDS_FOR_YES + WORDS_FOR_NO:
+            return cls(lines=text.lower() in WORDS_FOR_YES)
         file = text.removeprefix(FILE_PREFIX)
         if not text.startswith(FILE_PREFIX) or not file:
             raise UsageError(f"--summary is {text!r}; use yes, no or {FILE_PREFIX}FILE")

@@ -9,40 +9,38 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 
-from poprun.cli.command_line import read_command_line
-from poprun.cli.help import describe_section
 from poprun.cli.log import show
 from poprun.cli.options import Option, OptionKind
+from poprun.cli.subcommand import Subcommand
 from poprun.cli.wording import (
-    USUAL_COLUMNS,
     columns_of,
     count,
     cut_off,
     draw_rows,
     duration_text,
     without_controls,
-    wrap,
 )
 from poprun.errors import PopRunError, UsageError
 from poprun.monitor.listener import SnapshotSource, connect_to_job, find_jobs, own_folder
 from poprun.monitor.picture import Pages, Screen
 from poprun.monitor.snapshot import Snapshot
 
-SECTION = "Top"
-OPTIONS = (
-    Option("help", OptionKind.FLAG, "print this and stop", SECTION, spellings=("-h",)),
-    Option("job", OptionKind.NUMBER, "the pid of the poprun that runs the job, if several jobs run", SECTION),
-    Option("plain", OptionKind.FLAG, "print one table after another", SECTION),
-    Option("once", OptionKind.FLAG, "print one table and leave", SECTION),
-    Option("json", OptionKind.FLAG, "print JSON, one line for each snapshot", SECTION),
-)
-_USAGE = "usage: poprun top [--job PID] [--plain | --json] [--once]"
-_WORDS = (
-    "Shows once a second what the instances of a running job do, until the job ends or you press Ctrl-C. It "
-    "finds the jobs of your user on this machine by itself. For a job on another host, run `ssh HOST poprun top`. "
-    "If standard output is no terminal, it prints plain text."
+_of_top = partial(Option, section="Top")
+TOP = Subcommand(
+    "usage: poprun top [--job PID] [--plain | --json] [--once]",
+    "Shows once a second what the instances of a running job do, until the job ends or you press Ctrl-C. It finds the "
+    "jobs of your user on this machine by itself. For a job on another host, run `ssh HOST poprun top`. If standard "
+    "output is no terminal, it prints plain text.",
+    (
+        _of_top("help", OptionKind.FLAG, "print this and stop", spellings=("-h",)),
+        _of_top("job", OptionKind.NUMBER, "the pid of the poprun that runs the job, if several jobs run"),
+        _of_top("plain", OptionKind.FLAG, "print one table after another"),
+        _of_top("once", OptionKind.FLAG, "print one table and leave"),
+        _of_top("json", OptionKind.FLAG, "print JSON, one line for each snapshot"),
+    ),
 )
 UNAVAILABLE = "printing one table after another; for a table that is drawn in place, pip install rich"
 
@@ -82,9 +80,6 @@ def main(words: Sequence[str]) -> int:
         PopRunError: If the words are wrong, or if there is no job to show.
     """
     wanted = read_words(words)
-    if wanted is None:
-        show(describe(columns_of(os.environ) or USUAL_COLUMNS))
-        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the terminal is given back
     with suppress(KeyboardInterrupt):
         source = find_job(wanted.job, "poprun top")
@@ -95,24 +90,17 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def describe(columns: int = USUAL_COLUMNS) -> str:
-    """Return the text of `poprun top --help`."""
-    return "\n\n".join([_USAGE, wrap(_WORDS, columns), describe_section(SECTION, OPTIONS, columns)])
-
-
-def read_words(words: Sequence[str]) -> TopRequest | None:
-    """Read the user's request; return None if the user asks for help.
+def read_words(words: Sequence[str]) -> TopRequest:
+    """Read the user's request.
 
     Raises:
         UsageError: If the words are no valid request.
     """
-    line = read_command_line(words, OPTIONS)
-    if line.values.get("help"):
-        return None
-    if line.program:
-        raise UsageError(f"poprun top takes options only, not {line.program[0]!r}; a job is named by --job PID")
-    job = line.values.get("job")
-    flags = {name: bool(line.values.get(name)) for name in ("plain", "once", "json")}
+    values, others = TOP.read(words)
+    if others:
+        raise UsageError(f"poprun top takes options only, not {others[0]!r}; a job is named by --job PID")
+    job = values.get("job")
+    flags = {name: bool(values.get(name)) for name in ("plain", "once", "json")}
     return TopRequest(None if job is None else int(str(job)), **flags)
 
 

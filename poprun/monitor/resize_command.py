@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
-from poprun.cli.command_line import Value, read_mixed_words
-from poprun.cli.help import describe_section
+from poprun.cli.command_line import Value
 from poprun.cli.log import show
 from poprun.cli.options import Option, OptionKind
-from poprun.cli.wording import USUAL_COLUMNS, columns_of, wrap
+from poprun.cli.subcommand import Subcommand
 from poprun.errors import PopRunError, UsageError
 from poprun.hosts.hosts import parse_hosts
 from poprun.ipc import wire
@@ -20,26 +19,25 @@ from poprun.ipc.resizes import MOST_BYTES, RESIZE, RESIZED, ResizeAnswer, Resize
 from poprun.monitor.command import find_job
 from poprun.monitor.listener import SnapshotSource
 
-SECTION = "Resize"
 DEFAULT_TIMEOUT_S = 120
-OPTIONS = (
-    Option("help", OptionKind.FLAG, "print this and stop", SECTION, spellings=("-h",)),
-    Option("leave-host", OptionKind.HOSTS, "let no instance be active on this host any more", SECTION),
-    Option("use-host", OptionKind.HOSTS, "let instances be active again on a host that was left", SECTION),
-    Option(
-        "timeout",
-        OptionKind.SECONDS,
-        "how long to wait for the change; the job changes later nevertheless",
-        SECTION,
-        default=str(DEFAULT_TIMEOUT_S),
-    ),
-)
-_USAGE = "usage: poprun resize JOB [N] [--leave-host HOST] [--use-host HOST] [--timeout SECONDS]"
-_WORDS = (
+_of_resize = partial(Option, section="Resize")
+RESIZING = Subcommand(
+    "usage: poprun resize JOB [N] [--leave-host HOST] [--use-host HOST] [--timeout SECONDS]",
     "Changes the number of active instances of a running job to N, between two steps, without a change of the results. "
     "JOB is the pid of its poprun, as `poprun top` names it. Active instances that are not needed become spares, and "
     "spares become active. The command waits for the change. Without N, --leave-host lets other instances take over "
-    "from those on the host. The job must run on this machine, be yours, and have been started with --spares."
+    "from those on the host. The job must run on this machine, be yours, and have been started with --spares.",
+    (
+        _of_resize("help", OptionKind.FLAG, "print this and stop", spellings=("-h",)),
+        _of_resize("leave-host", OptionKind.HOSTS, "let no instance be active on this host any more"),
+        _of_resize("use-host", OptionKind.HOSTS, "let instances be active again on a host that was left"),
+        _of_resize(
+            "timeout",
+            OptionKind.SECONDS,
+            "how long to wait for the change; the job changes later nevertheless",
+            default=str(DEFAULT_TIMEOUT_S),
+        ),
+    ),
 )
 
 
@@ -68,9 +66,6 @@ def main(words: Sequence[str]) -> int:
         PopRunError: If the words are wrong, or if the job cannot be changed.
     """
     wanted = read_words(words)
-    if wanted is None:
-        show(describe(columns_of(os.environ) or USUAL_COLUMNS))
-        return 0
     source = find_job(wanted.job, "poprun resize JOB N")
     try:
         answer = _ask(source, wanted)
@@ -82,26 +77,21 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def describe(columns: int = USUAL_COLUMNS) -> str:
-    """Return the text of `poprun resize --help`."""
-    return "\n\n".join([_USAGE, wrap(_WORDS, columns), describe_section(SECTION, OPTIONS, columns)])
-
-
-def read_words(words: Sequence[str]) -> ResizeWords | None:
-    """Read the user's request; return None if the user asks for help.
+def read_words(words: Sequence[str]) -> ResizeWords:
+    """Read the user's request.
 
     Raises:
         UsageError: If the words are no valid request.
     """
-    values, named = read_mixed_words(words, OPTIONS)
-    if values.get("help"):
-        return None
+    values, named = RESIZING.read(words)
     leave, use = (_hosts(values, name) for name in ("leave-host", "use-host"))
     if len(named) not in (1, 2) or (len(named) == 1 and not (leave or use)):
-        raise UsageError(f"poprun resize needs a job and the number of active instances; {_USAGE}")
+        raise UsageError(f"poprun resize needs a job and the number of active instances; {RESIZING.usage}")
     job, count = (_number(word) for word in (named[0], named[1] if len(named) == 2 else "0"))
     if job is None or job < 1:
-        raise UsageError(f"the job is {named[0]!r}; name it by the pid of its poprun, as poprun top does; {_USAGE}")
+        raise UsageError(
+            f"the job is {named[0]!r}; name it by the pid of its poprun, as poprun top does; {RESIZING.usage}"
+        )
     if count is None or (len(named) == 2 and count < 1):
         raise UsageError(f"the number of active instances is {named[1]!r}; give a whole number, 1 or more")
     request = ResizeRequest(count, leave, use)

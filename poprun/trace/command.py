@@ -7,31 +7,30 @@ import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from popdist.records.private_files import is_being_written
 from popdist.timeline.asked import PROFILE_SUFFIX, SUFFIX, folder_beside
-from poprun.cli.command_line import read_mixed_words
-from poprun.cli.help import describe_section
 from poprun.cli.log import Log, show
 from poprun.cli.options import Option, OptionKind
-from poprun.cli.wording import USUAL_COLUMNS, columns_of, count, wrap
+from poprun.cli.subcommand import Subcommand
+from poprun.cli.wording import columns_of, count
 from poprun.errors import PopRunError, UsageError
 
-SECTION = "Timeline"
 MERGE, REPORT = "merge", "report"
-HELP = Option("help", OptionKind.FLAG, "print this and stop", SECTION, spellings=("-h",))
-OUTPUT = Option("output", OptionKind.PATH, "the trace; compressed if its name ends in .gz", SECTION, spellings=("-o",))
-HTML = Option("html", OptionKind.PATH, "write the report to this file too, with pictures", SECTION)
-_OPTIONS = {MERGE: (HELP, OUTPUT), REPORT: (HELP, HTML)}
 _DAMAGED = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, MemoryError, RecursionError)
-_USAGE = """\
-usage: poprun timeline merge FOLDER -o FILE
-       poprun timeline report FOLDER [--html FILE]"""
-_WORDS = (
+_of_timeline = partial(Option, section="Timeline")
+TIMELINE = Subcommand(
+    "usage: poprun timeline merge FOLDER -o FILE\n       poprun timeline report FOLDER [--html FILE]",
     "FOLDER has the recordings of the instances: FILE.parts of poprun --timeline FILE (FILE itself may be named "
     "instead), or the folder in POPDIST_TIMELINE. merge writes one trace of all instances, also while the job runs. "
-    "https://ui.perfetto.dev and chrome://tracing show it. report shows where the time went and what held the job up."
+    "https://ui.perfetto.dev and chrome://tracing show it. report shows where the time went and what held the job up.",
+    (
+        _of_timeline("help", OptionKind.FLAG, "print this and stop", spellings=("-h",)),
+        _of_timeline("output", OptionKind.PATH, "the trace; compressed if its name ends in .gz", spellings=("-o",)),
+        _of_timeline("html", OptionKind.PATH, "write the report to this file too, with pictures"),
+    ),
 )
 
 
@@ -60,12 +59,8 @@ def main(words: Sequence[str]) -> int:
         PopRunError: If the words are wrong, or if there is nothing to show.
     """
     wanted = read_words(words)
-    columns = columns_of(os.environ)
-    if wanted is None:
-        show(describe(columns or USUAL_COLUMNS))
-        return 0
     try:
-        return _merge(wanted) if wanted.verb == MERGE else _report(wanted, columns)
+        return _merge(wanted) if wanted.verb == MERGE else _report(wanted, columns_of(os.environ))
     except _DAMAGED as error:
         raise PopRunError(
             f"the recordings in {wanted.folder} contradict each other ({error!r:.80}); remove the damaged ones"
@@ -74,31 +69,25 @@ def main(words: Sequence[str]) -> int:
         raise PopRunError(f"{wanted.to} cannot be written: {error.strerror}; name another file") from None
 
 
-def describe(columns: int = USUAL_COLUMNS) -> str:
-    """Return the text of `poprun timeline --help`."""
-    return "\n\n".join([_USAGE, wrap(_WORDS, columns), describe_section(SECTION, (HELP, OUTPUT, HTML), columns)])
-
-
-def read_words(words: Sequence[str]) -> TimelineRequest | None:
-    """Read the user's request; return None if the user asks for help.
+def read_words(words: Sequence[str]) -> TimelineRequest:
+    """Read the user's request.
 
     Raises:
         UsageError: If the words are no valid request.
     """
-    if not words or words[0] in ("--help", "-h"):
-        return None
-    verb, rest = words[0], words[1:]
-    if verb not in _OPTIONS:
-        raise UsageError(f"poprun timeline cannot {verb!r}; use {' or '.join(_OPTIONS)}")
-    values, named = read_mixed_words(rest, _OPTIONS[verb])
-    if values.get("help"):
-        return None
-    if len(named) != 1:
-        raise UsageError(f"poprun timeline {verb} needs one folder, {len(named)} are named; {_USAGE.splitlines()[0]}")
-    to = values.get("output" if verb == MERGE else "html")
+    values, named = TIMELINE.read(words or ["--help"])
+    verb = named[0] if named else ""
+    if verb not in (MERGE, REPORT):
+        raise UsageError(f"poprun timeline cannot {verb!r}; use {MERGE} or {REPORT}")
+    to = values.pop("output" if verb == MERGE else "html", None)
+    for option in values:
+        raise UsageError(f"poprun timeline {verb} has no option --{option}")
+    if len(named) != 2:
+        usage = TIMELINE.usage.splitlines()[0]
+        raise UsageError(f"poprun timeline {verb} needs one folder, {len(named) - 1} are named; {usage}")
     if verb == MERGE and to is None:
         raise UsageError("poprun timeline merge needs a file to write; name it with -o FILE")
-    return TimelineRequest(verb, folder_of(named[0]), None if to is None else Path(str(to)))
+    return TimelineRequest(verb, folder_of(named[1]), None if to is None else Path(str(to)))
 
 
 def folder_of(named: str) -> Path:

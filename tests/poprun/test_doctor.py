@@ -52,9 +52,17 @@ def test_the_command_line_is_parsed(words, asked):
     assert read_words(words) == asked
 
 
-@pytest.mark.parametrize("words", [["--hots", "a"], ["--host"], ["--host="], ["a"], ["--json=yes"]])
-def test_an_invalid_command_line_is_answered_with_the_usage(words):
-    with pytest.raises(UsageError, match="usage: poprun doctor"):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--hots", "a"], "unknown option --hots, did you mean --host"),
+        (["--host"], "--host needs a list of hosts"),
+        (["--host="], "--host is empty"),
+        (["a"], "poprun doctor takes options only, not 'a'; usage: poprun doctor"),
+    ],
+)
+def test_an_invalid_command_line_is_refused(words, message):
+    with pytest.raises(UsageError, match=message):
         read_words(words)
 
 

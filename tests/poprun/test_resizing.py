@@ -331,7 +331,8 @@ def test_words_of_the_command_may_come_in_any_order():
         4242, ResizeRequest(3, ("node0", "node1", "node7")), 5.0
     )
     assert words_of("4242 --use-host node0").request == ResizeRequest(0, (), ("node0",))
-    assert read_words(["4242", "--help"]) is None
+    with pytest.raises(SystemExit, match="^0$"):
+        read_words(["4242", "--help"])
 
 
 @pytest.mark.parametrize(

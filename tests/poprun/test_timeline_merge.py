@@ -21,7 +21,7 @@ from popdist.timeline.spilling import TimelineFile as Recorded
 from poprun.cli.log import Log
 from poprun.errors import PopRunError, UsageError
 from poprun.trace.aligned import align
-from poprun.trace.command import describe, folder_of, main, make_room, read_words, write_timeline
+from poprun.trace.command import folder_of, main, make_room, read_words, write_timeline
 from poprun.trace.members import of_longest_period, periods_of
 from poprun.trace.merging import merge, put_together, to_be_judged
 from poprun.trace.recordings import of_newest_job, parse_recording, read_recordings, what_is_missing
@@ -449,9 +449,10 @@ class TestWords:
         assert read_words(["merge", "--output=x.json", str(tmp_path)]) == wanted
 
     @pytest.mark.parametrize("words", [[], ["--help"], ["merge", "-h"], ["report", "--help"]])
-    def test_help_is_shown_on_request(self, words):
-        assert read_words(words) is None
-        assert "poprun timeline merge FOLDER" in describe()
+    def test_help_is_shown_on_request(self, words, capfd):
+        with pytest.raises(SystemExit, match="^0$"):
+            read_words(words)
+        assert "poprun timeline merge FOLDER" in capfd.readouterr().out
 
     @pytest.mark.parametrize(
         ("words", "message"),
@@ -459,7 +460,8 @@ class TestWords:
             (["show"], "cannot 'show'; use merge or report"),
             (["merge", "a"], "name it with -o FILE"),
             (["merge", "a", "b", "-o", "c"], "needs one folder, 2 are named"),
-            (["report", "-o", "c"], "unknown option -o"),
+            (["report", "-o", "c"], "poprun timeline report has no option --output"),
+            (["-o", "c"], "cannot ''; use merge or report"),
         ],
     )
     def test_invalid_words_are_refused(self, words, message):

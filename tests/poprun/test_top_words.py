@@ -7,7 +7,7 @@ import os
 import pytest
 
 from poprun.errors import PopRunError, UsageError
-from poprun.monitor.command import OPTIONS, TopRequest, choose_job, describe, main, read_words
+from poprun.monitor.command import TOP, TopRequest, choose_job, main, read_words
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,6 @@ from poprun.monitor.command import OPTIONS, TopRequest, choose_job, describe, ma
         (["--job", "7", "--once"], TopRequest(job=7, once=True)),
         (["--json"], TopRequest(json=True)),
         (["--plain"], TopRequest(plain=True)),
-        (["-h"], None),
     ],
 )
 def test_options_are_read(words, wanted):
@@ -38,8 +37,8 @@ def test_invalid_words_are_refused(words, message):
 
 
 def test_the_help_has_all_options():
-    text = describe(80)
-    assert [option.name for option in OPTIONS if f"--{option.name}" not in text] == []
+    text = TOP.describe(80)
+    assert [option.name for option in TOP.options if f"--{option.name}" not in text] == []
     assert max(map(len, text.splitlines())) <= 80
 
 
