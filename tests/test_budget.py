@@ -38,7 +38,7 @@ BUDGET: dict[str, int] = {
     "poprun/hosts": 2511,
     "poprun/ipc": 660,
     "poprun/launch": 977,
-    "poprun/monitor": 1167,
+    "poprun/monitor": 1166,
     "poprun/output": 306,
     "poprun/supervisor": 2398,
     "poprun/trace": 1974,

@@ -23,9 +23,6 @@ from poprun.ipc import wire
 from poprun.ipc.sockets import is_own
 from poprun.monitor.snapshot import Snapshot
 
-FOLDER = "/tmp/poprun-{user}"  # noqa: S108 - `check_private` judges the folder
-"""The folder of a user's sockets. Unlike TMPDIR and XDG_RUNTIME_DIR, it is the same in all sessions of the user."""
-
 _BACKLOG = 16
 
 SEEN = 99
@@ -37,8 +34,11 @@ _READ_BYTES = 1 << 16
 
 
 def own_folder() -> str:
-    """Return the path of the folder for the sockets of this user."""
-    return FOLDER.format(user=os.geteuid())
+    """Return the path of the folder for this user's sockets.
+
+    Unlike TMPDIR and XDG_RUNTIME_DIR, it is the same in all sessions of the user.
+    """
+    return f"/tmp/poprun-{os.geteuid()}"  # noqa: S108 - `check_private` judges the folder
 
 
 def check_private(folder: str) -> None:
@@ -65,6 +65,7 @@ def open_listener(log: Log, folder: str) -> socket.socket | None:
         with suppress(FileExistsError):
             os.mkdir(folder, 0o700)
         check_private(folder)
+        find_jobs(folder)  # removes what killed jobs have left
         listener.bind(f"{path}.new")
         listener.listen(_BACKLOG)
         listener.setblocking(False)

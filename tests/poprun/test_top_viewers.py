@@ -205,6 +205,13 @@ class TestListener:
         assert len(list(folder.iterdir())) == 1
         assert (find_jobs(str(folder)), list(folder.iterdir())) == ([], [])
 
+    def test_the_next_job_removes_the_socket_of_a_killed_one(self, folder):
+        open_listener(Log(), str(folder)).close()
+        killed = Path(path_in(folder)).rename(folder / f"{os.uname().nodename}-1")
+        listener = open_listener(Log(), str(folder))
+        assert not killed.exists()
+        close_listener(listener)
+
     def test_sockets_of_other_hosts_are_left_alone(self, folder):
         folder.mkdir(0o700)
         with socket.socket(socket.AF_UNIX) as other:
