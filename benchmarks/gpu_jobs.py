@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from control import Coordinator, Group
-from gpu_task import BITS, BY_HAND, DDP, JAX, OURS, PLAIN, GpuCase
+from gpu_task import BITS, BY_HAND, JAX, OURS, PLAIN, GpuCase
 from timing import as_strategies_do, environment
 
 from popdist.xla import deterministic_setting
@@ -123,7 +123,7 @@ def launcher_of(case: GpuCase) -> list[str]:
         return []
     poprun = [sys.executable, "-m", "poprun", "--summary", "no"]
     poprun += ["--num-instances", str(case.instances), "--num-replicas", str(case.replicas)]
-    return [*poprun, "--torch-distributed-env", "yes"] if case.way == DDP else poprun
+    return poprun
 
 
 def environment_of(case: GpuCase) -> dict[str, str]:

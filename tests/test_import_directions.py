@@ -79,7 +79,7 @@ POPRUN_MAY_KNOW = tuple(
         "xla",
     )
 )
-IN_PROGRAMS = "poprun/agent/noticing/sitecustomize.py"
+IN_PROGRAMS = "poprun/agent/holding/sitecustomize.py"
 """The file of poprun that runs in the programs' processes, and may use what they use."""
 OF_TORCH = {"popdist.poptorch", "strategies.torch", "strategies.torch.poptorch"}
 DOORS = {

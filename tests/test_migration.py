@@ -189,8 +189,7 @@ def test_programs_before_and_after_have_the_same_loss_for_two_replicas(page, tmp
     """Keras has one process before, and its batch is shared by the replicas after."""
     before, after = programs_of(page)
     words = written(tmp_path, before[0], in_order=True)
-    together = ("--torch-distributed-env", "yes")
-    then = line_alone(words) if page == "from_keras.md" else line_on(2, 2, words, *together)
+    then = line_alone(words) if page == "from_keras.md" else line_on(2, 2, words)
     now = line_on(2, 2, written(tmp_path, after[-1], in_order=True))
     assert loss_of(now) == pytest.approx(loss_of(then), abs=2e-5)
 

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 PROGRESS_VARIABLE = "POPRUN_PROGRESS_FD"
 STACK_VARIABLE = "POPRUN_STACK"
-NOTICING = os.path.join(os.path.dirname(os.path.abspath(__file__)), "noticing")
-"""The folder with the warnings about libraries that do not know the other instances."""
+HOLDING = os.path.join(os.path.dirname(os.path.abspath(__file__)), "holding")
+"""The folder with the file that holds a reserve before its program begins."""
 ALONE_VARIABLE = "POPDIST_ALONE"
 """The name of popdist's variable for processes outside of a job; programs of this job must not inherit it. It is
 repeated here, because popdist takes too long to load.
@@ -102,8 +102,7 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
 
     if RESERVE_VARIABLE in environ:
         environ[RESERVE_VARIABLE] = str(parent)
-    if RESERVE_VARIABLE in environ or (rank == 0 and environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1"):
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (NOTICING, environ.get("PYTHONPATH"))))
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (HOLDING, environ.get("PYTHONPATH"))))
     pid = start(words, environ, prepare)
     os.close(stdin)
     for _, writer in outputs.values():

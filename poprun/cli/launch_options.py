@@ -145,12 +145,6 @@ class LaunchOptions(ABC):
         choices=("spreadnuma", "disabled", "cores", "sockets"),
         see="#pinning",
     )
-    torch_distributed_env: bool = execution(
-        False,
-        BOOLEAN,
-        "set RANK, WORLD_SIZE, MASTER_ADDR and others for torch.distributed, accelerate and Lightning",
-        see="#other-libraries",
-    )
     offline_mode: bool = execution(False, BOOLEAN, "compute on CPUs, without accelerators")
     synchronise_python_venv: bool = execution(
         False, BOOLEAN, "copy the Python environment to the hosts", without_effect=ONE_HOST, see="hosts.md"
@@ -303,9 +297,16 @@ ACCEPTED: tuple[Option, ...] = (
         EXECUTION,
         deprecated="--process-placement spreadnuma, the default, gives each instance NUMA nodes of its own",
     ),
+    Option(
+        "torch-distributed-env",
+        BOOLEAN,
+        "deprecated: the variables of torch.distributed are always set",
+        EXECUTION,
+        deprecated="leave it out, because RANK, WORLD_SIZE, MASTER_ADDR and others are always set",
+    ),
     Option("synchronise-poplar-sdk", BOOLEAN, "copy a Poplar SDK to the hosts", EXECUTION, without_effect=NO_SDK),
 )
-"""Options of the original that have no effect here. They are accepted, and no field holds their values."""
+"""Options of the original, and of earlier versions, that have no effect here. They are accepted, and no field holds their values."""
 
 OPTIONS: tuple[Option, ...] = (*options_of(LaunchOptions), *ACCEPTED)
 """The options of poprun; `--help` shows the options of each section in this order."""

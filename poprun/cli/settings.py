@@ -143,12 +143,6 @@ class LaunchSettings(LaunchOptions):
                 f"--on-failure is {self.on_failure}, so no new instance could join the others; leave out --on-failure "
                 "(then it is shrink), or --regrow"
             )
-        if (has_spares or self.regrow) and self.torch_distributed_env:
-            what = asked if has_spares else "--regrow"
-            raise UsageError(
-                f"--torch-distributed-env is given with {what}, but torch.distributed cannot exchange its processes; "
-                "leave out one of them"
-            )
 
     def _check_instances_named(self) -> None:
         last, shown = self.num_processes - 1, self.only_output_from_instance

@@ -16,6 +16,7 @@ FORWARDED_FAMILIES = (
     "HOROVOD_",
     "JAX_",
     "LC_",
+    "MASTER_",
     "MKL_",
     "NCCL_",
     "NVIDIA_",

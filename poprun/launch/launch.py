@@ -142,10 +142,16 @@ class Across:
 
 
 def build_command(launch: Launch) -> list[str]:
-    """Return the words of the mpirun command: general options, then one application context for each instance."""
-    moved = _moved_exports(launch)
+    """Return the words of the mpirun command: general options, then one application context for each instance.
+
+    A general export moves into the contexts if poprun or one instance sets it again there: if two `-x` name the same
+    variable, mpirun (5.0.11) takes the first.
+    """
+    settings = launch.settings
+    again = {*launch.variables[0].own}.union(*(one.exports for one in settings.mpi.instances))
+    moved = tuple(name for name in settings.mpi.everywhere.exports if name in again)
     words = [launch.mpirun, *_general_options(launch, moved)]
-    program = [mark(word) for word in launch.settings.program]
+    program = [mark(word) for word in settings.program]
     on_host = Counter(place.host for place in launch.places) if launch.leaves_this_machine else {}
     for place in launch.places:
         words += [":"] if place.index else []
@@ -154,16 +160,6 @@ def build_command(launch: Launch) -> list[str]:
         words += _exports_and_options(launch, place, moved)
         words += [launch.python, "-I", "-S", str(AGENT), list_ranges(place.cpus) or "any", *program]
     return words
-
-
-def _moved_exports(launch: Launch) -> tuple[str, ...]:
-    """Return the general exports that move into the contexts, because poprun or one instance sets them again there.
-
-    If two `-x` name the same variable, mpirun (5.0.11) takes the first.
-    """
-    settings = launch.settings
-    again = {*launch.variables[0].own}.union(*(each.exports for each in settings.mpi.instances))
-    return tuple(name for name in settings.mpi.everywhere.exports if name in again)
 
 
 def _general_options(launch: Launch, moved: tuple[str, ...]) -> list[str]:

@@ -98,14 +98,15 @@ def plan_launch(
         names += tuple(name for name in forwarded_names(environ) if name not in names)
     sums = sums_setting(settings, environ)
     here = remote.address if remote is not None else ""
-    point = meeting_point(hosts, here, environ) if settings.torch_distributed_env else {}
+    given = thread_pool_setting(environ, settings.num_replicas)
+    given |= meeting_point(hosts, here, is_dry_run=settings.dry_run)
     return Launch(
         settings=settings,
         hosts=hosts,
         places=place_instances(settings, [host.name for host in hosts], cores, devices, shares, spares),
         mpirun=mpirun,
         python=sys.executable,
-        extra=extra_variables(settings, thread_pool_setting(environ, settings.num_replicas), environ) | sums | point,
+        extra=extra_variables(settings, given, environ) | sums,
         forwarded=tuple(name for name in names if name not in sums),
         oversubscribes=any(each > len(cores[host.name]) for host, each in zip(hosts, processes, strict=True)),
         remote=remote,

@@ -184,7 +184,7 @@ def check_sinks(
         return
     from popdist.records.metric_words import fault_of_library, fault_of_place, parse_words
 
-    is_same_python = _is_in_same_environment(settings.program[0], environ)
+    is_same_python = is_in_same_environment(settings.program[0], environ)
     for word in parse_words(settings.metrics):
         if fault := (fault_of_library(word) if is_same_python else "") or fault_of_place(word):
             raise UsageError(f"--metrics {fault}")
@@ -271,7 +271,7 @@ def _hint(program: str) -> str:
     return "; check its spelling"
 
 
-def _is_in_same_environment(program: str, environ: Mapping[str, str]) -> bool:
+def is_in_same_environment(program: str, environ: Mapping[str, str]) -> bool:
     """Return whether a program belongs to the environment that poprun runs in, so that both have the same packages."""
     found = find_program(program, environ)
     return found is not None and Path(found).parent.resolve() == Path(sys.executable).parent.resolve()

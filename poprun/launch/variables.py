@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,11 +28,10 @@ from popdist.xla import FLAGS_VARIABLE, is_measured, right_sums_setting
 from poprun.cli.settings import PARTITION_VARIABLE, LaunchSettings
 from poprun.hosts.hosts import Host
 from poprun.launch.placement import InstancePlace
-from poprun.launch.program import find_program
+from poprun.launch.program import is_in_same_environment
 
-ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
 _LOOPBACK = "127.0.0.1"
-_BELOW_EPHEMERAL = range(20_000, 32_768)  # Linux' ip_local_port_range begins at 32768
+_PORTS = range(20_000, 32_768)  # below Linux' ip_local_port_range, from which the kernel gives ports to connections
 _SILENT = "6"
 HASH_SEED = "PYTHONHASHSEED"
 
@@ -56,11 +57,11 @@ def instance_variables(
     if any(place.is_reserve for place in places):
         common[NUM_SPARES_VARIABLE] = str(sum(place.is_spare for place in places))
     found = []
+    ranks = rank_variables(places)
     for place in places:
         of_instance = arguments.of(place.index)
-        ranks = rank_variables(place, places) if settings.torch_distributed_env else {}
         unset = {name: value for name, value in extra.items() if name not in of_instance.exports}
-        own = popdist_variables(settings, place) | ranks | unset | common
+        own = popdist_variables(settings, place) | ranks[place.index] | unset | common
         of_user = {**arguments.everywhere.exports, **of_instance.exports}
         exported = {name: value for name, value in of_user.items() if name not in own}
         found.append(InstanceVariables(own, {**own, **dict.fromkeys(forwarded), **exported}))
@@ -126,11 +127,11 @@ def job_variables(settings: LaunchSettings) -> dict[str, str]:
     return variables
 
 
-def extra_variables(settings: LaunchSettings, pool: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+def extra_variables(settings: LaunchSettings, given: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables besides POPDIST_*; variables that the user has set or exports stay unchanged."""
     # Output goes through a pipe; without this, a Python program's lines would be held back until 8 KiB are full.
     # With one hash seed for all instances and jobs, a set of strings has one order; see decisions_bits.md.
-    defaults = {**pool, "PYTHONUNBUFFERED": "1", HASH_SEED: "0"}
+    defaults = {**given, "PYTHONUNBUFFERED": "1", HASH_SEED: "0"}
     if settings.profile is not None:
         from popdist.timeline.profiles import TORCH, WantedProfile
 
@@ -149,9 +150,7 @@ def sums_setting(settings: LaunchSettings, environ: Mapping[str, str]) -> dict[s
     The result is empty if the program is not of poprun's own Python environment, because XLA ends a process with
     unknown flags. It is also empty if the user exports flags with `-x`.
     """
-    program = find_program(settings.program[0], environ)
-    is_ours = program is not None and Path(program).parent == Path(sys.executable).parent
-    if not is_ours or FLAGS_VARIABLE in settings.mpi.exports:
+    if not is_in_same_environment(settings.program[0], environ) or FLAGS_VARIABLE in settings.mpi.exports:
         return {}
     version = find_jaxlib([*environ.get("PYTHONPATH", "").split(":"), *sys.path])
     return right_sums_setting(version, environ) if is_measured(version) else {}
@@ -163,45 +162,52 @@ def find_jaxlib(folders: list[str]) -> str:
     return next((name.removesuffix(".dist-info").partition("-")[2] for name in names), "")
 
 
-def meeting_point(hosts: Sequence[Host], here: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the address where instance 0 listens for the others, unless the user's environment names one.
+def meeting_point(hosts: Sequence[Host], here: str, *, is_dry_run: bool = False) -> dict[str, str]:
+    """Return the address where instance 0 listens for the others, as torch.distributed reads it.
 
-    If instance 0 runs on this machine, the port is free now. On another host, it is drawn at random below the range
-    from which the kernel gives out ports.
+    The port is drawn at random, and no connection gets it by chance. If instance 0 runs on this machine, the port is
+    free now. A dry run always has the same port.
 
     Args:
         hosts: The hosts of the job, beginning with that of instance 0.
         here: This machine's address for the other hosts. Empty without other hosts, or if a dry run cannot know it.
-        environ: Environment variables of the user.
+        is_dry_run: Whether nothing is started.
     """
     first = hosts[0]
     if len(hosts) == 1 and first.is_this_machine:
         address = _LOOPBACK
     else:
         address = here if first.is_this_machine and here else first.name
-    port = _free_port() if first.is_this_machine else _any_port()
-    return {ADDRESS: environ.get(ADDRESS) or address, PORT: environ.get(PORT) or str(port)}
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(_PORTS[0] if is_dry_run else _draw_port(first.is_this_machine))}
 
 
-def rank_variables(place: InstancePlace, places: Sequence[InstancePlace]) -> dict[str, str]:
-    """Return the variables that name an instance's place among all instances, and among those of its host."""
-    hosts = list(dict.fromkeys(other.host for other in places))
-    node = str(hosts.index(place.host))
-    return {
-        "RANK": str(place.index),
-        "WORLD_SIZE": str(len(places)),
-        "LOCAL_RANK": str(place.local_index),
-        "LOCAL_WORLD_SIZE": str(sum(other.host == place.host for other in places)),
-        "GROUP_RANK": node,
-        "NODE_RANK": node,
-    }
+def rank_variables(places: Sequence[InstancePlace]) -> list[dict[str, str]]:
+    """Return the variables of torch.distributed for each place: its rank among all instances, and on its host.
+
+    Spares have ranks behind those of the instances, and are not counted.
+    """
+    hosts = {host: str(number) for number, host in enumerate(dict.fromkeys(place.host for place in places))}
+    on_host = Counter(place.host for place in places if not place.is_spare)
+    size = str(on_host.total())
+    return [
+        {
+            "RANK": str(place.index),
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": str(place.local_index),
+            "LOCAL_WORLD_SIZE": str(on_host[place.host]),
+            "GROUP_RANK": hosts[place.host],
+            "NODE_RANK": hosts[place.host],
+        }
+        for place in places
+    ]
 
 
-def _any_port() -> int:
-    return _BELOW_EPHEMERAL[int.from_bytes(os.urandom(4)) % len(_BELOW_EPHEMERAL)]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+def _draw_port(is_here: bool) -> int:
+    """Draw a port, which is free if the job's first instance runs on this machine."""
+    while True:
+        port = _PORTS[int.from_bytes(os.urandom(4)) % len(_PORTS)]
+        if not is_here:
+            return port
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port

@@ -89,7 +89,7 @@ class TestPinning:
 
 class TestDryRun:
     def test_a_dry_run_prints_the_command_of_a_run(self):
-        words = [*two("print('ran')", "--mpi-local-args", "-x A='b c'"), "an argument"]
+        words = [*two("print('ran')", "--mpi-local-args", "-x A='b c' -x MASTER_PORT=29500"), "an argument"]
         planned = run("--dry-run", *words)
         assert planned.status == 0
         done = run("-v", *words)

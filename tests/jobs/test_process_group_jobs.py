@@ -106,7 +106,7 @@ def test_ddp_under_poprun_has_the_bits_of_the_tree():
 def test_the_bits_are_the_same_over_every_transport_and_launcher(tmp_path):
     jobs = [
         by_poprun(3, *PROGRAM),
-        by_poprun(3, "--torch-distributed-env", "yes", *PROGRAM, "env://"),
+        by_poprun(3, *PROGRAM, "env://"),
         by_poprun(3, *PROGRAM, environ=BY_MESSAGES),
         by_mpirun(3, *PROGRAM),
         by_workers(3, tmp_path, *PROGRAM),
@@ -179,7 +179,7 @@ dist.destroy_process_group()
     threads = {"OMP_NUM_THREADS": "1"}
     program = (sys.executable, "-c")
     jobs = [
-        by_poprun(2, "--torch-distributed-env", "yes", *program, HEAD + meeting + training + end, environ=threads),
+        by_poprun(2, *program, HEAD + meeting + training + end, environ=threads),
         by_mpirun(2, *program, HEAD + MEET + training + end, environ=threads),
     ]
     [line] = {line for job in jobs for of_rank in job for line in of_rank if line.startswith("bits")}
@@ -316,21 +316,12 @@ print("made again", flush=True)
 
 
 @pytest.mark.complete
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (["-n", "2"], "environment variable RANK expected"),
-        (["-n", "2", "--torch-distributed-env", "yes"], "torch.distributed says rank 0 of 1, the launcher says"),
-    ],
-)
-def test_a_wrong_start_is_refused(words, error):
-    is_split = "yes" in words
-    changed = "os.environ.update(RANK='0', WORLD_SIZE='1')" if is_split else ""
-    port = "os.environ['MASTER_PORT'] = str(20000 + os.getpid() % 10000)" if is_split else ""
-    program = f"{HEAD}{changed}\n{port}\ndist.init_process_group('popdist')"
-    finished = start(*words, sys.executable, "-c", program).finish()
+def test_other_ranks_in_the_environment_are_refused():
+    changed = "os.environ.update(RANK='0', WORLD_SIZE='1', MASTER_PORT=str(20000 + os.getpid() % 10000))"
+    program = f"{HEAD}{changed}\ndist.init_process_group('popdist')"
+    finished = start("-n", "2", sys.executable, "-c", program).finish()
     assert finished.status == 1
-    assert error in finished.stderr
+    assert "torch.distributed says rank 0 of 1, the launcher says" in finished.stderr
 
 
 def test_other_ranks_in_the_program_are_refused():

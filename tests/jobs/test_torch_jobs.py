@@ -127,8 +127,8 @@ distributed.destroy_process_group()
 
 @pytest.mark.complete
 @pytest.mark.cores(2)
-def test_torch_distributed_env_connects_the_instances():
-    finished = run(*two(TOGETHER, "--torch-distributed-env", "yes"))
+def test_torch_distributed_connects_the_instances_by_its_own_variables():
+    finished = run(*two(TOGETHER))
     assert finished.status == 0, finished.stderr
     assert [finished.lines_of(instance) for instance in range(2)] == [["2 0 3.0"], ["2 1 3.0"]]
     assert "poprun:" not in finished.stderr

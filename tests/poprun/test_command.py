@@ -32,7 +32,9 @@ def command(
     launch = Launch(
         settings=settings,
         hosts=hosts,
-        places=place_instances(settings, names, dict.fromkeys(names, cores), devices),
+        places=place_instances(
+            settings, names, dict.fromkeys(names, cores), devices, spares=(settings.spares,) if settings.spares else ()
+        ),
         mpirun="/opt/mpirun",
         python="/opt/python",
         extra=extra or {"PJRT_NPROC": "8"},
@@ -57,7 +59,7 @@ def exported(words: list[str]) -> list[dict[str, str]]:
 def test_each_instance_is_told_its_rank_for_torch_distributed():
     hosts = (Host("a"), Host("b"))
     point = {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}
-    told = exported(command(hosts=hosts, num_instances=4, num_replicas=4, torch_distributed_env=True, extra=point))
+    told = exported(command(hosts=hosts, num_instances=4, num_replicas=4, extra=point))
     names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", *point)
     assert [[each[name] for name in names] for each in told] == [
         ["0", "0", "0", "0", "4", "2", "a", "29500"],
@@ -65,7 +67,6 @@ def test_each_instance_is_told_its_rank_for_torch_distributed():
         ["2", "0", "1", "1", "4", "2", "a", "29500"],
         ["3", "1", "1", "1", "4", "2", "a", "29500"],
     ]
-    assert "RANK" not in exported(command(**TWO))[0]
 
 
 @pytest.mark.parametrize(
@@ -79,13 +80,28 @@ def test_each_instance_is_told_its_rank_for_torch_distributed():
     ],
 )
 def test_instance_0_is_the_meeting_point_of_torch_distributed(hosts, here, address):
-    point = meeting_point(hosts, here, {})
+    point = meeting_point(hosts, here)
     assert point["MASTER_ADDR"] == address
-    assert 1024 <= int(point["MASTER_PORT"]) <= 65535
-    assert meeting_point(hosts, here, {"MASTER_ADDR": "x", "MASTER_PORT": "1"}) == {
-        "MASTER_ADDR": "x",
-        "MASTER_PORT": "1",
-    }
+    assert 20000 <= int(point["MASTER_PORT"]) < 32768
+
+
+@pytest.mark.parametrize(
+    ("words", "environ"), [(("-x", "MASTER_PORT=1"), {}), ((), {"MASTER_PORT": "1"})], ids=["exported", "environment"]
+)
+def test_a_port_of_the_user_is_left_as_it_is(words, environ):
+    settings = LaunchSettings(("train.py",), mpi_local_args=words)
+    extra = extra_variables(settings, meeting_point(HERE, ""), environ)
+    assert extra.get("MASTER_ADDR") == "127.0.0.1"
+    assert "MASTER_PORT" not in extra
+
+
+def test_spares_have_ranks_behind_the_instances_and_are_not_counted():
+    told = exported(command(num_instances=2, num_replicas=2, spares=1, on_failure="replace"))
+    assert [[each[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] for each in told] == [
+        ["0", "2", "2"],
+        ["1", "2", "2"],
+        ["2", "2", "2"],
+    ]
 
 
 def test_the_words_of_the_command_have_the_order_of_the_original():
@@ -110,6 +126,8 @@ def test_the_words_of_the_command_have_the_order_of_the_original():
         *("-x", "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE=1"),
         *("-x", "POPDIST_REPLICA_INDEX_OFFSET=0"),
         *("-x", "POPDIST_LOCAL_INSTANCE_INDEX=0"),
+        *("-x", "RANK=0", "-x", "WORLD_SIZE=1", "-x", "LOCAL_RANK=0", "-x", "LOCAL_WORLD_SIZE=1"),
+        *("-x", "GROUP_RANK=0", "-x", "NODE_RANK=0"),
         *("-x", "PJRT_NPROC=8"),
         *("-x", "PATH", "-x", "LD_LIBRARY_PATH", "-x", "PYTHONPATH", "-x", "POPRUN_CONTROL"),
         *("-x", "A=1"),

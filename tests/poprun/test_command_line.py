@@ -286,7 +286,6 @@ class TestSpares:
             ("-n 2 --on-failure replace p", "--on-failure is replace, but the job has no spares; use --spares N, or"),
             ("-n 2:3 --on-failure stop p", "--on-failure is stop, so 1 spare would never take a place"),
             ("-n 2:3 --on-failure restart p", "--on-failure is restart, so 1 spare would never take a place"),
-            ("-n 2:3 --torch-distributed-env yes p", "--torch-distributed-env is given with 1 spare, but"),
             ("-n 2:4 --inject kill:instance=4 p", "but the job has 2 instances and 2 spares; use 0 to 3"),
             ("-n 2:4 --min-instances 3 p", "--min-instances is 3, but the job has 2 instances; use at most 2"),
         ],

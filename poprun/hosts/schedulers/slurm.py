@@ -38,7 +38,8 @@ class SlurmScheduler(Scheduler):
             )
         _refuse_several(environ)
         is_step = is_task(environ)
-        names = (STEP_HOSTS, STEP_SLOTS, STEP_NUM_HOSTS) if is_step else (HOSTS, _slots_variable(environ), NUM_HOSTS)
+        slots_variable = CPUS if SLOTS not in environ and CPUS in environ else SLOTS
+        names = (STEP_HOSTS, STEP_SLOTS, STEP_NUM_HOSTS) if is_step else (HOSTS, slots_variable, NUM_HOSTS)
         missing = [name for name in (JOB, *names) if name not in environ]
         if missing:
             raise UsageError(
@@ -93,10 +94,6 @@ def _refuse_several(environ: Mapping[str, str]) -> None:
             f"srun started poprun as one of several tasks ({quote(environ, [STEP_SIZE])}), and each would start every "
             "instance; call poprun without srun, or the program with `srun --mpi=pmix`"
         )
-
-
-def _slots_variable(environ: Mapping[str, str]) -> str:
-    return CPUS if SLOTS not in environ and CPUS in environ else SLOTS
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

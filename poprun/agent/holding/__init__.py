@@ -1,0 +1,1 @@
+"""The wait of reserves before their program begins."""

@@ -1,1 +1,0 @@
-"""Warnings in programs about libraries that do not know the other instances."""
