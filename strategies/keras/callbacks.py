@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 import keras
 import numpy as np
+from keras import tree
 from keras.callbacks import CallbackList, CSVLogger, ProgbarLogger, RemoteMonitor, TensorBoard
 from typing_extensions import override
 
@@ -195,8 +196,10 @@ def _variables(model: keras.Model) -> list[keras.Variable]:
 
 
 def _is_same(one: Array, other: Array) -> bool:
+    if one is other:
+        return True
     is_scalar = np.ndim(one) == 0 == np.ndim(other)  # Keras copies scalars
-    return one is other or (is_scalar and np.asarray(one).tobytes() == np.asarray(other).tobytes())
+    return is_scalar and np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
 def _arrays(state: State) -> list[Array]:
@@ -237,18 +240,9 @@ def _flags(model: keras.Model) -> dict[str, str]:
 def _of_optimizer(model: keras.Model) -> dict[str, str]:
     if model.optimizer is None:
         return {"optimizer": "None"}
-    return {"optimizer": type(model.optimizer).__name__} | _flat("optimizer", model.optimizer.get_config())
-
-
-def _flat(prefix: str, config: Mapping[str, object]) -> dict[str, str]:
-    """Return the values of a nested configuration by their paths. Names and rates, which may differ, are left out."""
-    found: dict[str, str] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            found |= _flat(f"{prefix} {name}", value)
-        elif name not in _OWN:
-            found[f"{prefix} {name}"] = _text(value)
-    return found
+    values = tree.flatten_with_path(model.optimizer.get_config())
+    settings = {" ".join(map(str, ("optimizer", *path))): _text(one) for path, one in values if path[-1] not in _OWN}
+    return {"optimizer": type(model.optimizer).__name__} | settings
 
 
 def _text(value: object) -> str:

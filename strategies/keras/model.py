@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -487,7 +488,7 @@ class _Called:
     watch: VariableWatch | None = None
 
     def __call__(self, state: State, iterator: Iterator[Batch]) -> tuple[Tree, State]:
-        feed = self.feed()
+        feed, state = self.feed(), tuple(map(list, state))
         if self.watch is not None:
             self.watch.before_step(state)
         try:
@@ -497,7 +498,8 @@ class _Called:
             raise
         if self.watch is not None:
             self.watch.after_step(state)
-        return returned, state
+        # Keras keeps the state in an attribute, where it would track each element of a list in each step.
+        return returned, tuple(map(deque, state))
 
 
 FORWARDED = [

@@ -520,9 +520,19 @@ class _OfRows(EvaluationTask):
     is_exact: ClassVar[bool] = True
     functions: ModelFunctions
 
-    def _state(self, numbers: jax.Array, model_state: Mapping[str, Values]) -> list[Array]:
+    def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, model_state: Tree) -> Tree:
+        numbers, rows = batch
         replica = get_replica_context().replica_id_in_sync_group
-        return self.functions.seeds.of_replica(model_state[VARIABLES], replica, numbers[0])
+        others = self.functions.seeds.of_replica(model_state[VARIABLES], replica, numbers[0])
+        return jax.tree.map(jnp.asarray, self._computed(variables, others, rows))
+
+    @abstractmethod
+    def _computed(self, variables: Variables, others: Values, rows: Batch) -> Tree:
+        """Return the results for rows, given the variables that are not trained; traceable by JAX."""
+
+    @override
+    def host_results(self, computed: Tree, mask: np.ndarray) -> Tree:
+        return computed
 
 
 @dataclass(frozen=True)
@@ -531,16 +541,11 @@ class _MetricsTask(_OfRows):
 
     title: ClassVar[str] = "evaluation"
 
-    def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
-        numbers, rows = batch
-        zeros = [jnp.zeros(one.shape, one.dtype) for one in self.functions.model.metrics_variables]
-        others = self._state(numbers, model_state[0])
-        _, _, metrics, logs = self.functions.losses(variables, others, zeros, rows, training=False)
-        return metrics, {name: jnp.asarray(value) for name, value in logs.items()}
-
     @override
-    def host_results(self, computed: Tree, mask: np.ndarray) -> Tree:
-        return computed
+    def _computed(self, variables: Variables, others: Values, rows: Batch) -> Tree:
+        zeros = [jnp.zeros(one.shape, one.dtype) for one in self.functions.model.metrics_variables]
+        _, _, metrics, logs = self.functions.losses(variables, others, zeros, rows, training=False)
+        return metrics, logs
 
 
 @dataclass(frozen=True)
@@ -549,10 +554,9 @@ class _OutputsTask(_OfRows):
 
     title: ClassVar[str] = "prediction"
 
-    def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
-        numbers, rows = batch
-        outputs = self.functions.outputs(variables, self._state(numbers, model_state[0]), rows)
-        return jax.tree.map(jnp.asarray, outputs)
+    @override
+    def _computed(self, variables: Variables, others: Values, rows: Batch) -> Tree:
+        return self.functions.outputs(variables, others, rows)
 
     @override
     def host_results(self, computed: Tree, mask: np.ndarray) -> Tree:
