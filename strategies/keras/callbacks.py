@@ -350,18 +350,13 @@ class RunningLoop:
     steps_made: Callable[[], int] = lambda: 0
     watch: VariableWatch | None = None
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other instance exists."""
-        return self.strategy.replicas.communicator.size == 1
-
     def agree(self, hook: str) -> None:
         """Stop all instances if a callback stops one, after a hook of all callbacks. Collective.
 
         Raises:
             DisagreementError: On all instances, if callbacks have made different changes on them.
         """
-        if not self.is_alone and self.watch is not None:
+        if self.strategy.replicas.communicator.size > 1 and self.watch is not None:
             digest = self.watch.taken(with_flags="epoch" in hook)
             replicas, stops = self.strategy.replicas, bool(self.model.stop_training)
             self.model.stop_training, is_same = compared(replicas, stops, digest, f"changes by callbacks in {hook}")
@@ -375,7 +370,7 @@ class RunningLoop:
         replicas, begun = self.strategy.replicas, self.model._initial_epoch or 0
         begin_with_epoch(self.model, number_of_leader(replicas, begun, "first epoch"))
         self.resume()
-        if self.is_alone or self.watch is None:
+        if self.strategy.replicas.communicator.size == 1 or self.watch is None:
             return
         arrays = self.watch.arrays()
         if not compared(replicas, False, bits_of(arrays), "variables of the model")[1]:

@@ -26,29 +26,14 @@ from strategies.data.datasets import DistributedDataset
 from strategies.data.layout import Layout, epoch_order
 from strategies.data.randomness import DrawWatch, kept_generators, seed_for, seeded
 from strategies.data.sources import DataSource, Masked, SourceFactory, length_of
+from strategies.errors import StrategyError
+from strategies.jax.comparing.agreement import fingerprint
 from strategies.keras.patches import ArrayDataAdapter, DataAdapter, can_convert_arrays, get_data_adapter
 from strategies.strategy import Strategy
 from strategies.trees import rows_of
 from strategies.typing import Batch, Data, Number, Tree
 
 Read = Callable[[int], Batch]
-
-
-def own_rows(strategy: Strategy, batch: Batch, accumulated: int) -> Batch:
-    """Return the local replicas' rows of a batch for all replicas and micro-batches, placed for a step.
-
-    Raises:
-        ValueError: If the replicas and micro-batches do not divide the rows evenly.
-    """
-    replicas, rows = strategy.num_replicas_in_sync, rows_of(batch)
-    if rows % (replicas * accumulated):
-        raise ValueError(
-            f"a batch of {rows} rows cannot be split among {replicas} replicas x {accumulated} micro-batches; its rows "
-            f"must be a multiple of {replicas * accumulated}"
-        )
-    local, each = strategy.replicas.local_replicas, rows // replicas
-    own = jax.tree.map(lambda leaf: leaf[local.start * each : local.stop * each], batch)
-    return strategy.replicas.sharding.batch(own)
 
 
 @final
@@ -167,16 +152,32 @@ class _Numbered(DataSource):
             numbers = order[step * sharding.per_step : (step + 1) * sharding.per_step]
             is_full = len(numbers) == sharding.per_step and self._smaller not in numbers
             own = [numbers[place] for place in sharding.own] if is_full else numbers
-            watch = DrawWatch() if step == start else None
-            if watch is None and not self.draws:
+            if step > start and not self.draws:
                 read = [self._given[number] for number in own]
             else:
+                watch = DrawWatch(has_seen=step > start)
                 with seeded(self._given, self._seed, epoch, watch) as batches:
                     read = [batches[number] for number in own]
-                self.draws = self.draws or (watch is not None and watch.has_seen)
+                    if step == start and self._layout.total_replicas > 1:
+                        _check_same(own[0], read[0], batches[own[0]])
+                self.draws |= watch.has_seen
             batch = sharding.shard_full_step(read) if is_full else sharding.shard(read)
             if batch is not None:
                 yield batch
+
+
+def _check_same(number: int, batch: Batch, again: Batch) -> None:
+    """Refuse batches that depend on what was read before: that differs between numbers of instances.
+
+    Raises:
+        StrategyError: If a batch that is read again has other bits.
+    """
+    if fingerprint(again) != fingerprint(batch):
+        raise StrategyError(
+            f"batch {number} has other values if it is read again: it depends on what this instance has read before; "
+            "compute a batch from its number alone, and draw from NumPy's global generator, which is seeded for each "
+            "batch, or from np.random.default_rng((seed, number))"
+        )
 
 
 @final

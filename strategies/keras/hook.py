@@ -81,7 +81,7 @@ def hook(is_scope_open: Callable[[], bool]) -> None:
         if not _is_hooked:
             tell_of_new(keras.Model, join_scope)
             ask_before_loops(check_outside_scope)
-            ask_of_losses(present_rule, sum_of_replicas)
+            ask_of_losses(present_rule.get, sum_of_replicas)
             draw_seeds(are_kept.get)
             _is_hooked = True
 

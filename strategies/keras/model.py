@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -34,12 +35,13 @@ from strategies.keras.checks import (
     check_usable,
     is_own,
 )
-from strategies.keras.data import DataArguments, FeedEpoch, KerasFeed, Shuffle, open_feed, own_rows, rows_of_replica
+from strategies.keras.data import DataArguments, FeedEpoch, KerasFeed, Shuffle, open_feed, rows_of_replica
 from strategies.keras.extensions import Extensions, ModelOptions
 from strategies.keras.patches import begin_with_epoch, finalized_if_whole, give_back, train_validation_split
 from strategies.keras.state import Callbacks, ModelClass, State, seeds_of
 from strategies.keras.training import OwnTrainFunction, PredictFunction, StockTrainFunction, TestFunction
 from strategies.strategy import Strategy
+from strategies.trees import rows_of
 from strategies.typing import Batch, Data, Tree
 
 logger = logging.getLogger("strategies.keras")
@@ -85,15 +87,12 @@ class ReplicatedModel:
         self._feeds: dict[str, KerasFeed] = {}
         self._said: int | None = None  # steps per execution set by the user, while Keras uses another number
         self._watch = VariableWatch(model)
-        self._strategies: dict[int, Strategy] = {}  # strategies by the number of devices per replica
+        self._of_devices = cache(strategy.for_stages)
 
     @property
     def strategy(self) -> Strategy:
         """The strategy that trains the model: the scope's, or one over the same devices for a model in stages."""
-        devices = self._extensions.devices
-        if devices not in self._strategies:
-            self._strategies[devices] = self.in_scope.for_stages(devices)
-        return self._strategies[devices]
+        return self._of_devices(self._extensions.devices)
 
     @property
     def options(self) -> ModelOptions:
@@ -275,8 +274,7 @@ class ReplicatedModel:
         if self._model.train_function is None or force:
             steps = self.options.executed(self._steps_per_execution)
             kind = OwnTrainFunction if is_own(self.stock, "train_step") else StockTrainFunction
-            staged = self._extensions.staged
-            function = kind(self._model, self.strategy, self.options, steps, self._watch, staged)
+            function = kind(self._model, self.strategy, self.options, steps, self._watch, self._extensions.staged)
             watch = None if self.strategy.replicas.communicator.size == 1 else self._watch
             self._model.train_function = _Called(function, lambda: self._feeds.get("train"), self._alone, watch)
 
@@ -379,8 +377,7 @@ class ReplicatedModel:
         if not trains or not (shuffle or isinstance(given.x, keras.utils.PyDataset)):
             seed = 0
         elif seed is None:  # NumPy draws it on instance 0, as Keras draws each permutation
-            drawn = int(np.random.randint(2**31 - 1))
-            seed = number_of_leader(self.strategy.replicas, drawn, "seed of the data")
+            seed = number_of_leader(self.strategy.replicas, int(np.random.randint(2**31 - 1)), "seed of the data")
         feed = open_feed(
             given,
             self.strategy,
@@ -459,9 +456,21 @@ class ReplicatedModel:
             check_same_rows(self.strategy.replicas, jax.tree.map(np.asarray, given))
 
     def _alone(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Return this instance's rows of a batch for all replicas."""
+        """Return this instance's rows of a batch for all replicas and micro-batches, placed for a step.
+
+        Raises:
+            ValueError: If the replicas and micro-batches do not divide the rows evenly.
+        """
         batch = jax.tree.map(np.asarray, unpack_x_y_sample_weight(next(batches)))
-        return iter([own_rows(self.strategy, batch, self.options.micro_batches)])
+        replicas, count, rows = self.strategy.num_replicas_in_sync, self.options.micro_batches, rows_of(batch)
+        if rows % (replicas * count):
+            raise ValueError(
+                f"a batch of {rows} rows cannot be split among {replicas} replicas x {count} micro-batches; its rows "
+                f"must be a multiple of {replicas * count}"
+            )
+        local, each = self.strategy.replicas.local_replicas, rows // replicas
+        own = jax.tree.map(lambda leaf: leaf[local.start * each : local.stop * each], batch)
+        return iter([self.strategy.replicas.sharding.batch(own)])
 
     def _pass_over(self, batches: Iterator[Batch]) -> FeedEpoch:
         """Return a pass over one batch for all replicas."""

@@ -585,7 +585,8 @@ class _Function(ABC):
         self.functions = ModelFunctions(model, Seeds(seeds_of(model)))
         self._task = self.kind(self.functions)
         self._trainer = Trainer(strategy, _no_loss, optax.identity())
-        self._is_adopted = False
+        self._results = jit(partial(results_of, model))
+        self.begin()
 
     def begin(self) -> None:
         """Broadcast instance 0's variables before the next batch: the user may have changed them."""
@@ -617,11 +618,6 @@ class TestFunction(_Function):
     """The function that evaluates for `evaluate` and `test_on_batch`."""
 
     kind = _MetricsTask
-
-    def __init__(self, model: keras.Model, strategy: Strategy, steps_per_execution: int) -> None:
-        super().__init__(model, strategy, steps_per_execution)
-        self._results = jit(partial(results_of, model))
-        self.begin()
 
     def begin(self) -> None:
         """Broadcast instance 0's variables before the next batch, and find out again how metrics are merged."""

@@ -92,22 +92,18 @@ NO_ROWS = 2.0**-80
 """The weight of a replica without rows that count. Beside other weights it is nothing; if no replica has such rows,
 the mean is that of the rest of the loss, as in Keras: losses of 0, and regularizers."""
 
-_rule: ContextVar[Rule | None] = ContextVar("strategies.keras.updates", default=None)
-
-
-def present_rule() -> Rule | None:
-    """Return the rule of the present block, or None outside of any."""
-    return _rule.get()
+present_rule: ContextVar[Rule | None] = ContextVar("strategies.keras.updates", default=None)
+"""The rule of the present block; None outside of any."""
 
 
 @contextmanager
 def dividing_by(rule: Rule | None) -> Iterator[None]:
     """Use a rule for the losses that are traced inside the block."""
-    token = _rule.set(rule)
+    token = present_rule.set(rule)
     try:
         yield
     finally:
-        _rule.reset(token)
+        present_rule.reset(token)
 
 
 class NotedDivisors:

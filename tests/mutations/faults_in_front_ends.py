@@ -29,6 +29,13 @@ IN_FRONT_ENDS = (
         caught_by="tests/strategies/keras_models/test_keras_data.py::test_evaluation_reads_every_row_once_with_its_number",
     ),
     Fault(
+        name="batches of a PyDataset may depend on what was read before",
+        path="strategies/keras/data.py",
+        old="if step == start and self._layout.total_replicas > 1:",
+        new="if step < start and self._layout.total_replicas > 1:",
+        caught_by="tests/strategies/keras_models/test_keras_data.py::test_batches_that_depend_on_earlier_reads_are_refused",
+    ),
+    Fault(
         name="all replicas of a Keras model drop out the same units",
         path="strategies/keras/state.py",
         old="own = jnp.where(replica == 0, state, _folded(state, replica))",

@@ -11,6 +11,7 @@ from tiers import first_of, only
 from strategies.data.layout import Layout
 from strategies.data.randomness import kept_generators, seed_for
 from strategies.data.sources import Masked
+from strategies.errors import StrategyError
 from strategies.keras.data import DataArguments, NumberedBatches, StreamOfBatches, open_feed
 
 BATCH = 4
@@ -111,11 +112,50 @@ def test_an_instance_reads_only_its_own_batches_of_an_indexed_source(in_scopes):
         return sorted(data.read), data.begun, data.ended
 
     results = in_scopes(2, program)
-    own = [{0, 1, 4, 5, 8, 9}, {2, 3, 6, 7, 10, 11}]
+    own = [[0, 0, 1, 4, 5, 8, 9], [2, 2, 3, 6, 7, 10, 11]]  # the first one twice, to compare it
     peeked = [0, COUNT - 1]  # one as an example, and the last one since it may have fewer rows
     for (read, begun, ended), mine in zip(results, own, strict=True):
         assert read == sorted([*mine, *peeked, COUNT - 1])  # the last step has one batch, which replicas share
         assert (begun, ended) == (1, 1)
+
+
+class WithGenerator(Batches):
+    """A source that adds noise from its own generator."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = np.random.default_rng(0)
+
+    def __getitem__(self, number):
+        rows, targets = super().__getitem__(number)
+        return rows + self.generator.normal(size=rows.shape).astype(np.float32), targets
+
+
+class MixedUp(Batches):
+    """A source that mixes the rows of a batch with those that were read before."""
+
+    before = 0
+
+    def __getitem__(self, number):
+        rows, targets = super().__getitem__(number)
+        before, self.before = self.before, rows
+        return (rows + before) / 2, targets
+
+
+@pytest.mark.parametrize("kind", [WithGenerator, MixedUp])
+@pytest.mark.parametrize("instances", [1, 2])
+def test_batches_that_depend_on_earlier_reads_are_refused(in_scopes, kind, instances):
+    with pytest.raises(StrategyError, match=r"batch \d+ has other values if it is read again"):
+        in_scopes(instances, lambda strategy: regression().fit(kind(), verbose=0))
+
+
+def test_batches_of_a_single_replica_may_depend_on_earlier_reads(alone):
+    def trained():
+        model = regression()
+        model.fit(WithGenerator(), verbose=0, shuffle=False)
+        return bits_of(model)
+
+    assert alone(lambda strategy: trained(), replicas=1) == alone(lambda strategy: trained(), replicas=1)
 
 
 def test_all_instances_shuffle_data_in_the_same_way(in_scopes):
