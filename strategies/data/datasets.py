@@ -142,12 +142,8 @@ class DistributedDataset:
         self.consumed = (0, 0)
         self._resume: tuple[int, int] | None = None
         if self.dropped:
-            log.info(
-                "%d of %s elements are dropped in every epoch: they do not fill a global batch of %d",
-                self.dropped,
-                self._source.length,
-                self._layout.global_batch_size,
-            )
+            text = "%d of %s elements are dropped in every epoch: they do not fill a global batch of %d"
+            log.info(text, self.dropped, self._source.length, self.global_batch_size)
 
     def __len__(self) -> int:
         """Return the steps per epoch; raise TypeError if the source does not give its length."""
@@ -460,9 +456,8 @@ def open_source(source: Data, layout: Layout, *, seed: int, shuffle: bool) -> Da
 
 
 def _is_random_access(source: Data) -> bool:
-    if is_pytree_of_arrays(source):
-        return True
-    return not isinstance(source, Iterable) and hasattr(source, "__len__") and hasattr(source, "__getitem__")
+    has_elements = hasattr(source, "__len__") and hasattr(source, "__getitem__")
+    return is_pytree_of_arrays(source) or (has_elements and not isinstance(source, Iterable))
 
 
 def is_pytree_of_arrays(source: Data) -> bool:

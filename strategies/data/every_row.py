@@ -96,11 +96,7 @@ class _OfDataset(EveryRow):
     def batches(self, start: int) -> Generator[Masked, None, None]:
         self.leave(start)
         for batch in self.dataset.epoch(self._begin.epoch):
-            if isinstance(batch, Masked):
-                yield batch
-            else:
-                rows = trees.leaves(batch)[0].shape[0]
-                yield Masked(batch, np.ones(rows, bool))
+            yield batch if isinstance(batch, Masked) else Masked(batch, np.ones(trees.rows_of(batch), bool))
 
     @override
     def leave(self, done: int) -> None:

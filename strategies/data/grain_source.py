@@ -21,6 +21,7 @@ from collectives import forks
 from popdist.spawned import refuse_while_spawned
 from strategies.argument_checks import at_least, positive
 from strategies.data.layout import Indices, Layout
+from strategies.data.randomness import DrawWatch
 from strategies.data.sources import DataSource, RandomAccess, RandomAccessSource, SourceFactory, Steps, stacked
 from strategies.late_jax import jax
 from strategies.typing import Batch, Data
@@ -76,16 +77,14 @@ class GrainSource(SourceFactory):
         at_least(0, "num_workers", self.num_workers)
         positive("worker_buffer_size", self.worker_buffer_size)
         refuse_while_spawned()
-        grain = _import_grain()
+        grain, kind = _import_grain(), type(self.dataset).__name__
         if isinstance(self.dataset, grain.IterDataset | grain.DataLoader):
-            kind = type(self.dataset).__name__
             raise TypeError(
                 f"a {kind} of grain can only be read from its beginning; give GrainSource the grain.MapDataset before "
                 "to_iter_dataset(), or distribute the iterable itself"
             )
         if not isinstance(self.dataset, grain.MapDataset):
             if not (hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")):
-                kind = type(self.dataset).__name__
                 raise TypeError(f"dataset is a {kind}; use a grain.MapDataset, or an object with a length and [i]")
             object.__setattr__(self, "dataset", grain.MapDataset.source(self.dataset))
         if len(self.dataset) >= ENDLESS:
@@ -214,23 +213,21 @@ class _From:
         return ENDLESS
 
     def __getitem__(self, number: int) -> Batch:
-        return self.steps.read_seeded(self.first + number)
+        return self.steps.read_seeded(self.first + number, DrawWatch() if number == 0 else None)
 
 
 def begin_worker(index: int, count: int) -> None:
     """Prepare a worker process: it ends with its instance, and sees no launcher and no accelerator."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker gets Ctrl-C too, but its instance ends it
     threading.Thread(target=_end_with_parent, name="end-with-instance", daemon=True).start()
-    for name in list(os.environ):
-        if name.startswith(LAUNCHERS):
-            del os.environ[name]
+    for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
+        del os.environ[name]
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_platforms", "cpu")
 
 
 def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
+    if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)
 

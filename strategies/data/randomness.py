@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.random import mtrand
 
+import strategies.trees as trees
 from strategies.typing import Data, Element, Tree
 
 _WORD = 2**32  # NumPy's global generator takes seeds of 32 bits
@@ -185,16 +186,28 @@ class SeededElements:
         source: The data set.
         seed: The seed.
         epoch: The number of the epoch.
-        watch: The watch that sees whether elements draw.
+        watch: The watch that sees whether elements draw. If it has seen draws from the beginning, elements are read
+            once only.
     """
 
     def __init__(self, source: Data, seed: int, epoch: int, watch: DrawWatch) -> None:
         self._source, self._seed, self._epoch, self._watch = source, seed, epoch, watch
+        self._reads_twice = not watch.has_seen
 
     def __len__(self) -> int:
         return len(self._source)
 
     def __getitem__(self, index: int) -> Element:
+        element = self._read(index)
+        if self._reads_twice and _bits(element) != _bits(self._read(index)):
+            raise ValueError(
+                f"element {index} of the data set is different when it is read again, so a training would depend on "
+                "the instance that reads it; compute its random numbers from its number, as with "
+                f"np.random.default_rng([seed, {index}]), or draw from np.random, which is seeded for each element"
+            )
+        return element
+
+    def _read(self, index: int) -> Element:
         self._watch.look()
         seed_for(self._seed, self._epoch, index)
         self._watch.begin()
@@ -203,11 +216,19 @@ class SeededElements:
 
 @contextmanager
 def seeded(source: Data, seed: int, epoch: int, watch: DrawWatch | None = None) -> Iterator[SeededElements]:
-    """Provide the `SeededElements` of an epoch inside the block, and restore the global generators afterwards."""
+    """Provide the `SeededElements` of an epoch inside the block, and restore the global generators afterwards.
+
+    With a watch, elements are read twice, so that one that draws from a generator of its own is refused.
+    """
     watch = watch or DrawWatch(has_seen=True)
     with kept_generators():
         yield SeededElements(source, seed, epoch, watch)
         watch.look()
+
+
+def _bits(element: Element) -> list[bytes]:
+    """Return the bits of the numbers in an element."""
+    return [array.tobytes() for array in map(np.asarray, trees.leaves(element)) if array.dtype != object]
 
 
 def _states() -> tuple[object, ...]:

@@ -250,11 +250,10 @@ class InputContext:
         """Return the batch size of one replica; raise ValueError if the replicas do not divide `global_batch_size`."""
         size, rest = divmod(positive("global_batch_size", global_batch_size), self.num_replicas_in_sync)
         if rest:
-            lower = size * self.num_replicas_in_sync
-            upper = lower + self.num_replicas_in_sync
+            near = " or ".join(str(number * self.num_replicas_in_sync) for number in (size, size + 1) if number)
             raise ValueError(
                 f"the global batch of {global_batch_size} is not divisible by {self.num_replicas_in_sync} "
-                f"replicas; use {f'{lower} or {upper}' if lower else upper}"
+                f"replicas; use {near}"
             )
         return size
 

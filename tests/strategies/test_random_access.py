@@ -1,11 +1,46 @@
 """Sources whose elements are read one by one in any order."""
 
+import itertools
 import pickle
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 
+from strategies.data.datasets import DistributedDataset
 from strategies.data.layout import Layout, epoch_order
 from strategies.data.sources import RandomAccessSource, Steps, read_elements
+
+
+class Numbers:
+    """A source of eight arrays; `change(array)` returns an element, maybe another one in each call."""
+
+    def __init__(self, change):
+        self.arrays, self.change = [np.full(2, number, np.float32) for number in range(8)], change
+
+    def __len__(self):
+        return len(self.arrays)
+
+    def __getitem__(self, index):
+        return self.change(self.arrays[index])
+
+
+def drawn():
+    generator = np.random.default_rng(1)
+    return lambda array: {"x": array + generator.random()}
+
+
+def counted():
+    calls = itertools.count()
+    return lambda array: {"x": array, "call": next(calls)}
+
+
+def doubled_in_place():
+    return lambda array: np.multiply(array, 2, out=array) + 1
+
+
+def labelled():
+    return lambda array: (array, array.sum())
 
 
 class Squares:
@@ -65,3 +100,14 @@ def test_an_epoch_can_be_read_from_any_step():
     first, second = source.batches(1, 0)
     assert [batch.tolist() for batch in source.batches(1, 1)] == [second.tolist()]
     assert first.tolist() != second.tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "is_refused"), [(drawn, True), (counted, True), (doubled_in_place, True), (labelled, False)]
+)
+@pytest.mark.parametrize("local", [range(4), [2, 3]])
+def test_an_element_that_differs_when_it_is_read_again_is_refused(change, is_refused, local):
+    dataset = DistributedDataset(Numbers(change()), batch_size=1, total_replicas=4, local_replicas=local)
+    refused = pytest.raises(ValueError, match="of the data set is different when it is read again")
+    with refused if is_refused else nullcontext():
+        assert len(list(dataset.epoch(0))) == 2
