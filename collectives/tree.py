@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 _CACHED = 4096
 
@@ -67,22 +67,27 @@ def halves(node: TreeNode) -> tuple[TreeNode, TreeNode]:
     return TreeNode(node.first, middle), TreeNode(middle, node.stop)
 
 
-def parent_of(node: TreeNode, replicas: int) -> TreeNode:
-    """Return the parent of a node, or the root itself for the root."""
-    size = 1 << (node.stop - node.first - 1).bit_length()
-    while True:
-        first = node.first & -(size + size)
-        found = TreeNode(first, min(replicas, first + size + size))
-        if found != node or found == root_of(replicas):
-            return found
-        size += size
+Add: TypeAlias = Callable[[tuple[TreeNode, TreeNode], Value, Value], Value]
+"""A function of two neighbouring nodes and their sums that returns the sum of both."""
 
 
-def node_of_halves(left: TreeNode, right: TreeNode, replicas: int) -> TreeNode | None:
-    """Return the node whose children are `left` and `right`, in this order; None if they are added to other nodes."""
-    parent = parent_of(left, replicas)
-    are_halves = left.stop == right.first and parent == TreeNode(left.first, right.stop)
-    return parent if are_halves else None
+def add_last(sums: list[tuple[TreeNode, Value]], covering: Sequence[TreeNode], replicas: int, add: Add[Value]) -> None:
+    """Add the last two sums, and again their result, while they are the halves of a node that may be added here.
+
+    Args:
+        sums: Nodes with their sums, in order; changed in place.
+        covering: Nodes that cover all nodes that may be added here.
+        replicas: Total number of replicas.
+        add: Function that adds two sums.
+    """
+    while len(sums) > 1:
+        (left, one), (right, other) = sums[-2:]
+        size = 2 * (left.stop - left.first)  # of the parent, unless the number of replicas cuts it off
+        parent = TreeNode(left.first, min(left.first + size, replicas))
+        are_halves = left.first % size == 0 and (left.stop, parent.stop) == (right.first, right.stop)
+        if not are_halves or not any(node.covers(parent) for node in covering):
+            return
+        sums[-2:] = [(parent, add((left, right), one, other))]
 
 
 @lru_cache(_CACHED)
@@ -99,12 +104,11 @@ def subtrees(first: int, stop: int, replicas: int) -> tuple[TreeNode, ...]:
 
 def merged(nodes: Iterable[TreeNode], replicas: int) -> tuple[TreeNode, ...]:
     """Return the nodes that remain after all possible additions of `nodes`, in order."""
-    left: list[TreeNode] = []
+    left: list[tuple[TreeNode, None]] = []
     for node in sorted(nodes):
-        left.append(node)
-        while len(left) > 1 and (parent := node_of_halves(left[-2], left[-1], replicas)) is not None:
-            left[-2:] = [parent]
-    return tuple(left)
+        left.append((node, None))
+        add_last(left, [root_of(replicas)], replicas, lambda *_: None)
+    return tuple(node for node, _ in left)
 
 
 @lru_cache(_CACHED)

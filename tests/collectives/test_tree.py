@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from collectives.tree import TreeNode, halves, merged, parent_of, registers, root_of, steps, subtrees
+from collectives.tree import TreeNode, add_last, halves, merged, registers, root_of, steps, subtrees
 
 MOST = 64
 
@@ -62,12 +62,19 @@ def test_a_block_has_few_nodes_and_an_aligned_block_has_one() -> None:
             assert len(subtrees(first, stop, MOST)) <= max(1, 2 * (stop - first).bit_length() - 1)
 
 
-def test_every_node_knows_its_parent() -> None:
-    for replicas in range(1, MOST + 1):
+def test_two_nodes_are_added_exactly_if_they_are_the_halves_of_a_covered_node() -> None:
+    for replicas in range(1, 18):
         root = root_of(replicas)
-        for node in nodes_below(root):
-            parent = parent_of(node, replicas)
-            assert parent == root if node == root else node in halves(parent)
+        nodes = list(nodes_below(root))
+        parents = {halves(node): node for node in nodes if not node.is_leaf}
+        for left in nodes:
+            for right in nodes:
+                parent = parents.get((left, right))
+                sums, apart = [(left, "a"), (right, "b")], [(left, "a"), (right, "b")]
+                add_last(sums, [root], replicas, lambda _, one, other: one + other)
+                assert sums == ([(left, "a"), (right, "b")] if parent is None else [(parent, "ab")])
+                add_last(apart, [left, right], replicas, lambda _, one, other: one + other)
+                assert apart == [(left, "a"), (right, "b")] or parent in (left, right)
 
 
 def test_adjacent_nodes_of_several_blocks_are_merged() -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from collectives.tree import TreeNode, node_of_halves
+from collectives.tree import TreeNode, add_last
 from strategies.core.agreement import gather_arrays
 from strategies.core.engine import Buffers, ExchangeResult
 from strategies.core.metrics import UnreadArray
@@ -171,20 +171,13 @@ class DeviceGradients:
             results = self._plan.compiled(device)(*first, *own, *last)
             sums.append((TreeNode(replica, replica + 1), list(results[:count])))
             kept.append(list(results[count:]))
-            self._add(sums)
+            add_last(sums, self._nodes, self._replicas, self._total)
         home = self._devices.devices[0]
         on_first = [self._moved(buffers, home) for _, buffers in sums]
         return [list(of_buffer) for of_buffer in zip(*on_first, strict=True)], kept
 
-    def _add(self, sums: list[tuple[TreeNode, list[jax.Array]]]) -> None:
-        """Add the last two sums, and again their result, while they are the halves of a node of this instance."""
-        while len(sums) > 1:
-            (left, own), (right, theirs) = sums[-2:]
-            parent = node_of_halves(left, right, self._replicas)
-            if parent is None or not any(node.covers(parent) for node in self._nodes):
-                return
-            buffers = [own, self._moved(theirs, next(iter(own[0].devices())))]
-            sums[-2:] = [(parent, self._arithmetic.totals((left, right), buffers))]
+    def _total(self, nodes: tuple[TreeNode, TreeNode], one: list[jax.Array], other: list[jax.Array]) -> list[jax.Array]:
+        return self._arithmetic.totals(nodes, [one, self._moved(other, next(iter(one[0].devices())))])
 
     def _moved(self, buffers: list[Leaf], device: jax.Device) -> list[Leaf]:
         return buffers if len(set(self._devices.devices)) == 1 else jax.device_put(buffers, device)

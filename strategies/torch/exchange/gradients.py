@@ -10,7 +10,7 @@ from typing import NoReturn, final
 import numpy as np
 import torch
 
-from collectives.tree import TreeNode, combined, node_of_halves
+from collectives.tree import TreeNode, add_last, combined
 from strategies.core.engine import Buffers
 from strategies.errors import StrategyError
 from strategies.exchange.choice import DevicePath
@@ -128,8 +128,7 @@ class GradientExchange:
         """Drop the means of the last step."""
         self._results: list[list[Leaf]] = [list(bucket.results) for bucket in self.buckets]
         self._alone: list[torch.Tensor | None] = []  # the gradients of the only replica, on a device
-        self._nodes: list[TreeNode] = []
-        self._sums: list[Sequence[torch.Tensor]] = []  # of the nodes
+        self._sums: list[tuple[TreeNode, Sequence[torch.Tensor]]] = []
         self._are_finite: list[torch.Tensor] = []  # for each local replica
         self._tail_values: list[TailValues] = []
 
@@ -196,28 +195,15 @@ class GradientExchange:
             self._results[last][0] = tail
             return
         own.release()
-        self._nodes.append(TreeNode(self._first + place, self._first + place + 1))
-        self._sums.append(buffers)
-        while (found := self._parent(self._path)) is not None:
-            pairs = zip(*self._sums[-2:], strict=True)
-            total = [TorchArithmetic().total(self._nodes[-2:], pair) for pair in pairs]
-            self._nodes[-2:], self._sums[-2:] = [found], [total]
-
-    def _parent(self, path: DevicePath) -> TreeNode | None:
-        """Return the parent node of the last two sums if a node of the path covers it; otherwise None."""
-        if len(self._nodes) < 2:
-            return None
-        left, right = self._nodes[-2:]
-        parent = node_of_halves(left, right, path.spread.replicas)
-        return parent if parent is not None and any(node.covers(parent) for node in path.nodes) else None
+        self._sums.append((TreeNode(self._first + place, self._first + place + 1), buffers))
+        add_last(self._sums, self._path.nodes, self._path.spread.replicas, _totals)
 
     def buffers(self, bucket: int) -> Buffers:
         """Return the buffers of the local replicas for a bucket; on a device their sums, once."""
         if self._path is None:
             return self._buffers_of(self._contributions, bucket)
-        found = [list(of_buffer) for of_buffer in zip(*self._sums, strict=True)]
-        self._nodes, self._sums = [], []
-        return found
+        sums, self._sums = [of_node for _, of_node in self._sums], []
+        return [list(of_buffer) for of_buffer in zip(*sums, strict=True)]
 
     def _buffers_of(self, contributions: Sequence[Contribution], bucket: int) -> list[list[Leaf]]:
         count = len(self.plan.layouts[bucket].buffers)
@@ -375,6 +361,11 @@ class GradientExchange:
                 torch.cuda.current_stream(self._gpu).synchronize()
         self.let_go()
         self.give_back()
+
+
+def _totals(nodes: Sequence[TreeNode], *sums: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the sums of two neighbours in the tree, buffer by buffer."""
+    return [TorchArithmetic().total(nodes, pair) for pair in zip(*sums, strict=True)]
 
 
 def separate(gradients: list[torch.Tensor | None]) -> None:

@@ -116,7 +116,7 @@ def test_sums_begin_as_soon_as_both_parts_are_ready():
     for replica in range(6):
         exchange.take([torch.full((2,), float(replica))], replica)
         exchange.set_tail(TailValues([torch.zeros((), dtype=torch.float64)], 0, [True], []), replica)
-        alive.append(len(exchange._nodes))
+        alive.append(len(exchange._sums))
     assert alive == [1, 1, 2, 1, 2, 2]
     of_node = [sum_.tolist()[:2] for [*sums] in exchange.buffers(0) for sum_ in sums]
     assert of_node == [[6.0] * 2, [9.0] * 2]
