@@ -17,16 +17,15 @@ from strategies.core.metrics import Layers, Metrics, UnreadArray, layer_names
 from strategies.core.options import is_weighted
 from strategies.data.sources import Masked
 from strategies.errors import NonFiniteGradientError
-from strategies.exchange.flat import Shards
-from strategies.exchange.means import Bucket, Means
+from strategies.exchange.means import Bucket
 from strategies.jax.comparing.agreement import flip_bit, host_arrays
 from strategies.jax.evaluation.tasks import JaxRows
 from strategies.jax.fused_steps import FusedPrograms, FusedSteps
-from strategies.jax.gradients.model_state import LEAST_WEIGHT, MEAN, PER_REPLICA, ModelStateRule, control_words, has_own
+from strategies.jax.gradients.model_state import LEAST_WEIGHT, PER_REPLICA, ModelStateRule, control_words, has_own
 from strategies.jax.gradients.replica_program import ReplicaProgram
-from strategies.jax.on_device.step import DevicePending, DeviceStep, StepQueue, model_state_after, scaled_control
+from strategies.jax.on_device.step import DeviceStep, StepQueue, scaled_control
 from strategies.jax.options import StepOptions
-from strategies.jax.preparation import PreparedStep, StepPrograms, control_of
+from strategies.jax.preparation import HostStep, PreparedStep, StepPrograms, control_of
 from strategies.jax.programs.compilation import jit
 from strategies.jax.replicas.devices import borrow
 from strategies.jax.replicas.replicas import Replicas
@@ -36,67 +35,69 @@ from strategies.jax.shard_backups import PartedUpdate, ReadyStep, ShardBackups, 
 from strategies.jax.updates.optimizers import LearningRates
 from strategies.loss_scaling import LossScale
 from strategies.placeholders import fill, placeholders_like, read, zeros_for_placeholders
-from strategies.typing import Batch, Gradients, Leaf, OptimizerState, Tree, Variables
+from strategies.typing import Batch, Gradients, Leaf, Tree
 from strategies.values import TrainState
 
 
 @dataclass
-class HostPending:
-    """A `PendingStep` of JAX, whose gradients go through the host.
+class JaxPending:
+    """A step that has begun, on either path; it is the `PendingStep` and the `Exchange` of the loop.
 
     Attributes:
         step: Programs of the step.
         state: State before the step.
         control: Control words, see `control_words`.
+        notice: 1 if this instance was given a notice, else 0; after the exchange, above 0 if any instance was.
+        buffers: Buffers with the means on a device, once they are known.
         tail: Values that travelled behind the gradients.
-        is_finite: Whether the step may be applied, as far as loss scaling checks it.
+        is_finite: Whether the step may be applied, as far as loss scaling checks it; on a device an unread scalar.
         is_weighted: Whether losses have a weight above 0, or no weights; if not, the step is not applied.
-        kept: New model state.
+        model_state: New model state.
     """
 
     step: PreparedStep
     state: TrainState
-    control: np.ndarray
-    tail: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
-    is_finite: bool = True
+    control: Leaf
+    notice: float
+    buffers: Sequence[Leaf] = ()
+    tail: Leaf = None
+    is_finite: Leaf = True
     is_weighted: bool = True
-    kept: Tree = None
+    model_state: Tree = None
 
     @property
     def buckets(self) -> Iterator[tuple[Bucket, Buffers]]:
         """Each bucket of gradients, as soon as it is ready."""
-        for bucket, contributions in self.step.gradients.collect():
-            self.step.update.wait()  # the previous update may still read the memory of the results
-            yield bucket, contributions
+        return self.step.gradients.collect()
 
     @property
-    def exchange(self) -> Means:
-        """The exchange of the step's buckets."""
-        return self.step.exchange
+    def exchange(self) -> JaxPending:
+        """The exchange of the buckets: the step itself."""
+        return self
+
+    def reduce(self, bucket: Bucket, contributions: Buffers) -> None:
+        """Compute the means of a bucket, or begin to compute them on a device. Collective."""
+        if isinstance(self.step, HostStep):
+            self.step.update.wait()  # the previous update may still read the memory of the results
+            self.step.exchange.reduce(bucket, contributions)
+        else:
+            self.buffers, self.notice = self.step.reduce(bucket, contributions, self.notice)
 
     def finish_exchange(self) -> ExchangeResult:
-        """Return the results of the exchange, without gradients; the next step may overwrite their memory."""
-        step, program = self.step, self.step.program
-        self.tail = program.places.weighted(step.gradients.tail.copy())
-        if program.places.has_finite:
-            self.is_finite = bool(self.tail[program.places.finite] == 0)
-        notice = float(self.tail[program.places.notice])
-        return ExchangeResult(program.names, self.tail, notice, self.is_finite, self._gradients)
-
-    def _gradients(self) -> tuple[Gradients, Shards | None]:
-        return self.step.means, self.step.update.mean_shards
-
-    def means(self) -> tuple[Gradients, Leaf]:
-        """Return the mean gradients for the update, and the control words with the mean loss and weight."""
-        return self.step.update_means, self.step.program.places.with_means(self.control, self.tail)
-
-    def apply(self, variables: Variables, optimizer_state: OptimizerState) -> tuple[Variables, OptimizerState]:
-        """Return new trained variables and optimizer state; the old ones are used up."""
-        return self.step.update.apply(variables, optimizer_state, *self.means())
-
-    def model_state(self) -> Tree:
-        """Return the model state after the step."""
-        return self.kept
+        """Return the results of the exchange; collective if the model state has leaves of replica 0."""
+        step, places = self.step, self.step.program.places
+        if isinstance(step, HostStep):
+            self.tail = places.weighted(step.gradients.tail.copy())
+            self.notice = float(self.tail[places.notice])
+        else:
+            self.tail = step.flat.tail_of(self.buffers[0])
+        if places.has_finite:
+            self.is_finite = self.tail[places.finite] == 0
+        if self.state.model_state is not None:
+            self.model_state = step.model_state(self.state, self.buffers, self.is_finite)
+        gradients = partial(step.mean_gradients, self.buffers, self.control)
+        names, scale_after = step.program.names, step.scale_after
+        return ExchangeResult(names, self.tail, self.notice, self.is_finite, gradients, scale_after=scale_after)
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class FusedPending:
         buckets: Empty.
     """
 
-    step: PreparedStep | DeviceStep
+    step: PreparedStep
     notice: bool
     after: TrainState
     tail: UnreadArray
@@ -131,7 +132,7 @@ class FusedPending:
         )
 
 
-JaxPendings: TypeAlias = HostPending | DevicePending | FusedPending
+JaxPendings: TypeAlias = JaxPending | FusedPending
 
 
 @final
@@ -190,18 +191,16 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
                 state = replace(state, variables=step.program.trainable.put(state.variables, trained))
             return FusedPending(step, notice, *fused(state, [batch]))
         if isinstance(step, DeviceStep):
-            words: Leaf = control_words(state.step, notice, 1.0)
+            control: Leaf = control_words(state.step, notice, 1.0)
             if state.loss_scale is not None:  # the host does not wait for it
-                words = scaled_control(words, jnp.asarray(state.loss_scale.scale, jnp.float32))
-            sums, kept = step.gradients.sums(*self._programs.arguments(state, unchanging(batch), words))
-            return DevicePending(step, state, words, float(notice), sums, kept)
-        control = control_of(state, notice)
+                control = scaled_control(control, jnp.asarray(state.loss_scale.scale, jnp.float32))
+            batch = unchanging(batch)
+        else:
+            control = control_of(state, notice)
         step.gradients.dispatch(*self._programs.arguments(state, batch, control))
-        return HostPending(step, state, control)
+        return JaxPending(step, state, control, float(notice))
 
-    def _fused_steps(
-        self, step: PreparedStep | DeviceStep, state: TrainState, batches: Sequence[Batch]
-    ) -> FusedSteps | None:
+    def _fused_steps(self, step: PreparedStep, state: TrainState, batches: Sequence[Batch]) -> FusedSteps | None:
         """Return the program of steps of a single replica; None if they are made in parts, or one by one."""
         is_checked = step.program.places.is_weighted  # a step without weight is not applied
         return self._fused.find(step, state, batches) if self._is_fused and not is_checked else None
@@ -216,10 +215,8 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         if isinstance(pending, FusedPending):
             return pending.finish_exchange()
         program, state = pending.step.program, pending.state
-        if isinstance(pending, HostPending):
+        if isinstance(pending.step, HostStep):
             self._raise_if_feeds_differ()
-            if state.model_state is not None:
-                pending.kept = self._kept(pending.step, state)
         result = pending.finish_exchange()
         if program.places.is_weighted:  # on a device, only weights and check_numerics wait for every step
             pending.is_weighted = self._is_weighted(program, state, np.asarray(result.tail))
@@ -240,18 +237,23 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
             return self._queued(pending.after, pending.tail)
         return self._queued(self._updated(pending, scale), pending.tail)
 
-    def _updated(self, pending: HostPending | DevicePending, scale: LossScale | None) -> TrainState:
-        state = pending.state
-        decides = state.held is not None or isinstance(pending, HostPending)  # else the device's program decides
+    def _updated(self, pending: JaxPending, scale: LossScale | None) -> TrainState:
+        step, state = pending.step, pending.state
+        decides = state.held is not None or isinstance(step, HostStep)  # else the device's program decides
         if not pending.is_weighted or (decides and not bool(pending.is_finite)):
             return replace(state, step=state.step + 1, loss_scale=scale)
-        trainable, model_state = pending.step.program.trainable, pending.model_state()
+        trainable, model_state = step.program.trainable, pending.model_state
+        buffers, control = pending.buffers, pending.control
         if state.held is not None:
             after = replace(state, step=state.step + 1, loss_scale=scale, model_state=model_state)
-            ready = ReadyStep(pending.step.update, trainable, *pending.means(), state, self._parts.copied(after))
-            return self._parted.apply(ready)
-        trained, optimizer_state = pending.apply(trainable.pick(state.variables), state.optimizer_state)
-        variables = trainable.put(state.variables, trained)
+            arguments = step.update_arguments(buffers, control, pending.tail)
+            return self._parted.apply(ReadyStep(step.update, trainable, *arguments, state, self._parts.copied(after)))
+        before = trainable.pick(state.variables), state.optimizer_state
+        if isinstance(step, HostStep):
+            trained = step.update.apply(*before, *step.update_arguments(buffers, control, pending.tail))
+        else:
+            trained = step.flat.apply(*before, buffers, control)
+        variables, optimizer_state = trainable.put(state.variables, trained[0]), trained[1]
         return TrainState(variables, optimizer_state, state.step + 1, scale, model_state)
 
     def _queued(self, state: TrainState, tail: UnreadArray) -> TrainState:
@@ -259,17 +261,6 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         if isinstance(tail, jax.Array):
             self._queue.add(state.step - 1, tail)
         return state
-
-    def _kept(self, step: PreparedStep, state: TrainState) -> Tree:
-        """Return the new model state. Collective if some of its leaves are replica 0's."""
-        means = step.gradients.means[step.program.num_gradients :]
-        result = step.program.rule.put_means(state.model_state, means, np)
-        if result[MEAN]:
-            copies = [mean.copy() for mean in result[MEAN]]  # the next step overwrites the means
-            result = {**result, MEAN: jax.device_put(copies, self._replicas.variables_device)}
-        return model_state_after(
-            step.program, self._replicas, state.step, state.model_state, step.gradients.kept(), result, _joined
-        )
 
     def _raise_if_feeds_differ(self) -> None:
         """Raise if replicas have used feeds differently. Their programs have ended, and the state is unchanged."""
@@ -496,10 +487,3 @@ def _norm(leaf: jax.Array) -> jax.Array:
 def flipped(state: TrainState) -> TrainState:
     """Return a state with one bit of a variable flipped, for planted faults."""
     return replace(state, variables=flip_bit(state.variables))
-
-
-def _joined(kept: Sequence[Sequence[jax.Array]]) -> list[Tree]:
-    """Join the values that replicas keep, along a first axis of replicas."""
-    if len(kept) == 1:
-        return list(kept[0])
-    return [np.concatenate([borrow(leaf) for leaf in leaves]) for leaves in zip(*kept, strict=True)]

@@ -25,7 +25,6 @@ import numpy as np
 from strategies.core.metrics import UnreadArray
 from strategies.jax.gradients.model_state import ALIKE, FIRST, STEP
 from strategies.jax.gradients.replica_program import ReplicaProgram
-from strategies.jax.on_device.step import DeviceStep
 from strategies.jax.preparation import PreparedStep, control_of
 from strategies.jax.programs.compilation import jit
 from strategies.jax.replicas.devices import is_key
@@ -52,7 +51,7 @@ class FusedPrograms:
         self._seed = seed
         self._fused: dict[tuple[ReplicaProgram, int], FusedSteps | None] = {}
 
-    def find(self, step: PreparedStep | DeviceStep, state: TrainState, batches: Sequence[Batch]) -> FusedSteps | None:
+    def find(self, step: PreparedStep, state: TrainState, batches: Sequence[Batch]) -> FusedSteps | None:
         """Return the program that makes one step per batch; None if steps have to be made one by one, or in parts.
 
         Args:
@@ -65,7 +64,7 @@ class FusedPrograms:
             self._fused[key] = self._new(step, state, batches)
         return self._fused[key]
 
-    def _new(self, step: PreparedStep | DeviceStep, state: TrainState, batches: Sequence[Batch]) -> FusedSteps | None:
+    def _new(self, step: PreparedStep, state: TrainState, batches: Sequence[Batch]) -> FusedSteps | None:
         assert isinstance(step.update, WholeStateUpdate)
         fused = FusedSteps(step.program, step.update)
         if len(batches) == 1:

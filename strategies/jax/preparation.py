@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,24 +18,27 @@ from jax.tree_util import keystr
 from strategies.core.agreement import insist_on_agreement
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
 from strategies.exchange.choice import AUTO, DevicePath, asked_exchange
-from strategies.exchange.means import Bucket, Means
+from strategies.exchange.flat import Shards
+from strategies.exchange.means import Means
 from strategies.jax.comparing.agreement import digest_of_programs, lines_of, terms_of
 from strategies.jax.gradients.computation import Trainable, check_takes_state
 from strategies.jax.gradients.gradient_programs import JaxGradientPlan, ReplicaGradients, ReplicaPlan, copies_for
-from strategies.jax.gradients.model_state import PER_REPLICA, asks_for_each, control_words
+from strategies.jax.gradients.model_state import MEAN, PER_REPLICA, asks_for_each, control_words
 from strategies.jax.gradients.replica_program import ReplicaProgram, ReplicaShapes
 from strategies.jax.on_device.paths import path_for
-from strategies.jax.on_device.step import DeviceGradients, DeviceStep, FlatUpdate
+from strategies.jax.on_device.step import DeviceGradients, DeviceStep, FlatUpdate, model_state_after
 from strategies.jax.options import StepOptions
 from strategies.jax.programs.captures import CapturedValues, RepeatedTrace
 from strategies.jax.programs.compilation import explain_recompilation, key_of, shapes_of
 from strategies.jax.programs.recomputation import recomputing
 from strategies.jax.programs.xla_pitfalls import check_integers_fit
+from strategies.jax.replicas.devices import borrow
 from strategies.jax.replicas.replicas import Replicas
 from strategies.jax.replicas.sharding import unchanging
 from strategies.jax.step_record import facts_in_common
 from strategies.jax.updates.optimizers import AnyOptimizer
 from strategies.jax.updates.update import VariableUpdate, in_place, update_for
+from strategies.loss_scaling import LossScaling
 from strategies.typing import Batch, Function, Gradients, Leaf, LossFunction, Tree, Variables
 from strategies.values import TrainState
 
@@ -45,8 +48,8 @@ _WAY_OUT = "; start all with the same arguments, settings and versions, on hosts
 
 
 @dataclass(frozen=True)
-class PreparedStep:
-    """A step for batches of some shapes.
+class HostStep:
+    """A step for batches of some shapes whose gradients go through the host.
 
     Attributes:
         program: Computation of a replica.
@@ -55,6 +58,7 @@ class PreparedStep:
         exchange: Exchange that computes the means on all instances.
         update: Update of the variables by the means.
         read_means: Mean gradients as the update reads them, in the same memory.
+        replicas: Places of the replicas.
     """
 
     program: ReplicaProgram
@@ -63,12 +67,43 @@ class PreparedStep:
     exchange: Means
     update: VariableUpdate
     read_means: Gradients
+    replicas: Replicas
+    scale_after: ClassVar = staticmethod(LossScaling.after)
+
+    def mean_gradients(self, buffers: Sequence[np.ndarray], control: Leaf) -> tuple[Gradients, Shards | None]:
+        """Return the mean gradients, and how they are cut."""
+        return self.means, self.update.mean_shards
 
     @property
     def update_means(self) -> Gradients:
         """The mean gradients in the memory from which the update reads: on a GPU if they were copied there."""
         copies = self.gradients.copies
         return self.read_means if copies is None else copies.means(self.means)
+
+    def update_arguments(self, buffers: Sequence[np.ndarray], control: Leaf, tail: Leaf) -> tuple[Gradients, Leaf]:
+        """Return the mean gradients for the update, and the control words with the mean loss and weight."""
+        return self.update_means, self.program.places.with_means(control, tail)
+
+    def model_state(self, before: TrainState, buffers: Sequence[np.ndarray], is_finite: Leaf) -> Tree:
+        """Return the model state after the step. Collective if several instances take leaves of replica 0."""
+        means = self.gradients.means[self.program.num_gradients :]
+        result = self.program.rule.put_means(before.model_state, means, np)
+        if result[MEAN]:
+            copies = [mean.copy() for mean in result[MEAN]]  # the next step overwrites the means
+            result = {**result, MEAN: jax.device_put(copies, self.replicas.variables_device)}
+        kept = self.gradients.kept()
+        return model_state_after(self.program, self.replicas, before.step, before.model_state, kept, result, _joined)
+
+
+def _joined(kept: Sequence[Sequence[jax.Array]]) -> list[Tree]:
+    """Join the values that replicas keep, along a first axis of replicas."""
+    if len(kept) == 1:
+        return list(kept[0])
+    return [np.concatenate([borrow(leaf) for leaf in leaves]) for leaves in zip(*kept, strict=True)]
+
+
+PreparedStep: TypeAlias = HostStep | DeviceStep
+"""A step for batches of some shapes: the paths of gradients through the host, and on the devices."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +118,7 @@ class _Latest:
 
     structure: jax.tree_util.PyTreeDef
     avals: Sequence[object] | None
-    step: PreparedStep | DeviceStep
+    step: PreparedStep
 
     def fits(self, structure: jax.tree_util.PyTreeDef, leaves: Sequence[Leaf]) -> bool:
         """Return whether leaves of this structure have the same shapes and dtypes."""
@@ -165,7 +200,7 @@ class StepPrograms:
         self._close_path()
         self._is_on_device = self._replicas.exchange.is_on_device
         self._indices = self._placed_indices()
-        self._steps: dict[Any, PreparedStep | DeviceStep] = {}
+        self._steps: dict[Any, PreparedStep] = {}
         self._latest: _Latest | None = None
         if self._repeated is not None:
             self._repeated.trace = None  # it would give the program for the replicas of before
@@ -239,7 +274,7 @@ class StepPrograms:
     def _new_update(self, trained: Variables) -> VariableUpdate:
         return update_for(self._replicas, self.optimizer, self._options, trained)
 
-    def prepare(self, state: TrainState, batch: Batch) -> PreparedStep | DeviceStep:
+    def prepare(self, state: TrainState, batch: Batch) -> PreparedStep:
         """Return the step for this batch. Collective if its shapes are new.
 
         Raises:
@@ -270,7 +305,7 @@ class StepPrograms:
         variables, optimizer_state, model_state = unchanging(parts)
         return replace(state, variables=variables, optimizer_state=optimizer_state, model_state=model_state)
 
-    def _looked_up(self, state: TrainState, batch: Batch) -> PreparedStep | DeviceStep:
+    def _looked_up(self, state: TrainState, batch: Batch) -> PreparedStep:
         """Return the step for this batch, prepared if its shapes are new. Collective if they are."""
         check_integers_fit(batch)
         try:
@@ -363,7 +398,6 @@ class StepPrograms:
         structure = jax.tree.structure(program.trainable.pick(shapes.variables))
         return DeviceStep(
             program,
-            Bucket("gradients", layout, (), frozenset()),
             DeviceGradients(self._devices, plan, self._path.nodes, self._replicas.num_replicas_in_sync),
             self._path,
             update,
@@ -371,7 +405,7 @@ class StepPrograms:
             self._replicas,
         )
 
-    def _of_host(self, plan: ReplicaPlan, shapes: ReplicaShapes) -> PreparedStep:
+    def _of_host(self, plan: ReplicaPlan, shapes: ReplicaShapes) -> HostStep:
         communicator = self._replicas.communicator
         gradients = plan.gradients_on(self._replicas.grid, communicator.allocate, self._replicas.reducer.fail)
         exchange = Means(communicator)
@@ -381,7 +415,7 @@ class StepPrograms:
         gradients.copies = copies_for(self._devices, communicator, gradients.buckets)
         of_variables = jax.tree.unflatten(structure, means)
         read = in_place(of_variables, self._replicas.variables_device)
-        return PreparedStep(plan.program, gradients, of_variables, exchange, update, read)
+        return HostStep(plan.program, gradients, of_variables, exchange, update, read, self._replicas)
 
     def _plan(self, shapes: ReplicaShapes) -> ReplicaPlan:
         """Return a replica's computation for arguments of these shapes."""

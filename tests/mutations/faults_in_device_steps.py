@@ -56,14 +56,14 @@ IN_DEVICE_STEPS = (
     Fault(
         name="the model state on the device changes despite a non-finite gradient",
         path="strategies/jax/on_device/step.py",
-        old="return chosen(self.is_finite, after, before)",
+        old="return chosen(is_finite, after, before.model_state)",
         new="return after",
         caught_by=f"{_STEPS}::test_a_model_state_stays_if_a_gradient_is_not_finite",
     ),
     Fault(
         name="a notice to one instance with a device does not reach the others",
         path="strategies/jax/on_device/step.py",
-        old="            self.notice = float(given[0])\n",
+        old="            notice = float(given[0])\n",
         new="",
         caught_by=f"{_ENGINES}::{_NOTICE}[jax on devices]",
     ),

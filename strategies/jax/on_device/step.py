@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from collectives.tree import TreeNode, add_last
 from strategies.core.agreement import gather_arrays
-from strategies.core.engine import Buffers, ExchangeResult
+from strategies.core.engine import Buffers
 from strategies.core.metrics import UnreadArray
 from strategies.errors import StrategyError
 from strategies.exchange.choice import DevicePath
@@ -146,35 +146,40 @@ class DeviceGradients:
         self._nodes = nodes
         self._replicas = replicas
         self._arithmetic = JaxArithmetic()
+        self._bucket = Bucket("gradients", plan.layout, (), frozenset())  # its means have no memory on the host
+        self._sums: list[tuple[TreeNode, list[jax.Array]]] = []
+        self._kept: list[list[jax.Array]] = []
 
-    def sums(
-        self, variables: Variables, of_replicas: Sequence[Sequence[Tree]], others: Tree = None
-    ) -> tuple[list[list[jax.Array]], list[list[jax.Array]]]:
+    def dispatch(self, variables: Variables, of_replicas: Sequence[Sequence[Tree]], others: Tree = None) -> None:
         """Begin to compute the sums of the nodes, without waiting for the devices.
 
         Args:
             variables: Variables, as in `ReplicaGradients.dispatch`.
             of_replicas: Arguments of each local replica, as in `ReplicaGradients.dispatch`.
             others: Shared arguments, as in `ReplicaGradients.dispatch`.
-
-        Returns:
-            The sums of the nodes on the first device, for each buffer; and the values that each local replica keeps.
         """
         shared = [[jax.tree.leaves(tree) for tree in trees] for trees in self._devices.share((variables, others))]
-        sums: list[tuple[TreeNode, list[jax.Array]]] = []
-        kept = []
+        self._sums, self._kept = [], []  # sums are left if a step was given up
         count = len(self._plan.layout.buffers)
         for position, replica in enumerate(self._devices.replicas):
             first, last = shared[position % len(shared)]
             device = self._devices.device_of(position)
             own = self._moved(jax.tree.leaves(of_replicas[position]), device)
             results = self._plan.compiled(device)(*first, *own, *last)
-            sums.append((TreeNode(replica, replica + 1), list(results[:count])))
-            kept.append(list(results[count:]))
-            add_last(sums, self._nodes, self._replicas, self._total)
-        home = self._devices.devices[0]
-        on_first = [self._moved(buffers, home) for _, buffers in sums]
-        return [list(of_buffer) for of_buffer in zip(*on_first, strict=True)], kept
+            self._sums.append((TreeNode(replica, replica + 1), list(results[:count])))
+            self._kept.append(list(results[count:]))
+            add_last(self._sums, self._nodes, self._replicas, self._total)
+
+    def collect(self) -> Iterator[tuple[Bucket, Sequence[Sequence[jax.Array]]]]:
+        """Yield the only bucket, with the sums of the nodes on the first device for each buffer, once."""
+        sums, self._sums = self._sums, []
+        on_first = [self._moved(buffers, self._devices.devices[0]) for _, buffers in sums]
+        yield self._bucket, [list(of_buffer) for of_buffer in zip(*on_first, strict=True)]
+
+    def kept(self) -> list[list[jax.Array]]:
+        """Return the values that each local replica keeps for its next step, once."""
+        kept, self._kept = self._kept, []
+        return kept
 
     def _total(self, nodes: tuple[TreeNode, TreeNode], one: list[jax.Array], other: list[jax.Array]) -> list[jax.Array]:
         return self._arithmetic.totals(nodes, [one, self._moved(other, next(iter(one[0].devices())))])
@@ -288,7 +293,9 @@ class FlatUpdate:
         self._structure = structure
         self._scales = program.places.has_finite
         self.unpacked: Callable[[Sequence[jax.Array], Leaf], Unpacked] = jit(self._unpacked)
-        self.tail_of = jit(lambda buffer: program.places.weighted(layout.tail_view([buffer])))
+        self.tail_of: Callable[[jax.Array], jax.Array] = jit(
+            lambda buffer: program.places.weighted(layout.tail_view([buffer]))
+        )
         self.state_means = jit(lambda buffers: layout.views(buffers)[program.num_gradients :])
         self._at_once = None
         if isinstance(update, WholeStateUpdate) and not update.has_parts:
@@ -350,12 +357,11 @@ class FlatUpdate:
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """A step on the device for batches of certain shapes.
+    """A step on the device for batches of certain shapes, with the methods of `HostStep`; no method waits.
 
     Attributes:
         program: Computation of a replica.
-        bucket: Bucket of all gradients; its means have no memory on the host.
-        gradients: Computation of the bucket, and its sums.
+        gradients: Computation of the bucket of all gradients, and its sums.
         path: Path on which sums become means over all instances.
         update: Update of the variables, with optimizer state whole or in parts.
         flat: The same update, for means in flat buffers.
@@ -363,99 +369,42 @@ class DeviceStep:
     """
 
     program: ReplicaProgram
-    bucket: Bucket
     gradients: DeviceGradients
     path: DevicePath
     update: VariableUpdate
     flat: FlatUpdate
     replicas: Replicas
+    scale_after: ClassVar = staticmethod(scale_after)
 
-
-@dataclass
-class DevicePending:
-    """A step on the device that has begun; it is the `PendingStep` and the `Exchange` of the loop.
-
-    Attributes:
-        step: Programs of the step.
-        state: State before the step.
-        control: Control words, see `control_words`.
-        notice: 1 if this instance was given a notice, else 0; after `reduce` 1 if any instance was.
-        sums: Sums of this instance's nodes, for each buffer.
-        kept: Values that each local replica keeps.
-        buffers: Buffers with the means.
-        tail: Values that travelled behind the gradients.
-        is_finite: Whether the step may be applied; with loss scaling a scalar on the device.
-        is_weighted: Whether losses have a weight above 0, or no weights; if not, the step is not applied.
-    """
-
-    step: DeviceStep
-    state: TrainState
-    control: Leaf
-    notice: float
-    sums: Sequence[Sequence[jax.Array]]
-    kept: Sequence[Sequence[jax.Array]]
-    buffers: Sequence[jax.Array] = field(default_factory=tuple)
-    tail: Leaf = None
-    is_finite: Leaf = True
-    is_weighted: bool = True
-
-    @property
-    def buckets(self) -> Iterator[tuple[Bucket, Buffers]]:
-        """The only bucket, with the sums of this instance's nodes."""
-        yield self.step.bucket, self.sums
-
-    @property
-    def exchange(self) -> DevicePending:
-        """The exchange of the bucket: the step itself."""
-        return self
-
-    def reduce(self, bucket: Bucket, contributions: Buffers) -> None:
+    def reduce(self, bucket: Bucket, contributions: Buffers, notice: float) -> tuple[Sequence[jax.Array], float]:
         """Begin to compute the means. Collective. The notice travels through the hosts, which also compare the call."""
-        step, communicator = self.step, self.step.replicas.communicator
+        communicator, buffers = self.replicas.communicator, bucket.layout.buffers
         if communicator.size > 1:
-            given = np.array([self.notice], np.float32)
-            sizes = [buffer.size for buffer in bucket.layout.buffers]
-            communicator.all_reduce(given, "max", name=f"{bucket.name} on devices, {step.path.path_name}: {sizes}")
-            self.notice = float(given[0])
-        dtypes = [buffer.dtype for buffer in bucket.layout.buffers]
-        self.sums = ()
-        self.buffers = step.path.means(bucket.name, contributions, dtypes)
+            given = np.array([notice], np.float32)
+            sizes = [buffer.size for buffer in buffers]
+            communicator.all_reduce(given, "max", name=f"{bucket.name} on devices, {self.path.path_name}: {sizes}")
+            notice = float(given[0])
+        return self.path.means(bucket.name, contributions, [buffer.dtype for buffer in buffers]), notice
 
-    def finish_exchange(self) -> ExchangeResult:
-        """Return the results of the exchange, without reading them."""
-        program = self.step.program
-        self.tail = self.step.flat.tail_of(self.buffers[0])
-        self.is_finite = True
-        if program.places.has_finite:
-            self.is_finite = self.tail[program.places.finite] == 0
-        return ExchangeResult(
-            program.names, self.tail, self.notice, self.is_finite, self._gradients, scale_after=scale_after
-        )
+    def mean_gradients(self, buffers: Sequence[jax.Array], control: Leaf) -> tuple[Gradients, None]:
+        """Return the mean gradients; none is cut."""
+        return self.flat.unpacked(buffers, control)[0], None
 
-    def _gradients(self) -> tuple[Gradients, None]:
-        return self.means()[0], None
-
-    def means(self) -> tuple[Gradients, Leaf]:
+    def update_arguments(self, buffers: Sequence[jax.Array], control: Leaf, tail: Leaf) -> tuple[Gradients, Leaf]:
         """Return the mean gradients for the update, and the control words with the mean loss and weight."""
-        means, _, control = self.step.flat.unpacked(self.buffers, self.control)
+        means, _, control = self.flat.unpacked(buffers, control)
         return means, control
 
-    def apply(self, variables: Variables, optimizer_state: OptimizerState) -> tuple[Variables, OptimizerState]:
-        """Return new trained variables and optimizer state; the old ones are used up."""
-        return self.step.flat.apply(variables, optimizer_state, self.buffers, self.control)
-
-    def model_state(self) -> Tree:
+    def model_state(self, before: TrainState, buffers: Sequence[jax.Array], is_finite: Leaf) -> Tree:
         """Return the model state after the step. Collective if several instances take leaves of replica 0.
 
         Only those leaves wait for the device.
         """
-        step, before = self.step, self.state.model_state
-        if before is None:
-            return None
-        result = step.program.rule.put_means(before, step.flat.state_means(self.buffers), jnp)
+        result = self.program.rule.put_means(before.model_state, self.flat.state_means(buffers), jnp)
 
         def join(own: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
-            return [_joined(rows) for rows in zip(*jax.device_put(own, step.replicas.variables_device), strict=True)]
+            return [_joined(rows) for rows in zip(*jax.device_put(own, self.replicas.variables_device), strict=True)]
 
-        after = model_state_after(step.program, step.replicas, self.state.step, before, self.kept, result, join)
-        return chosen(self.is_finite, after, before)
+        kept = self.gradients.kept()
+        after = model_state_after(self.program, self.replicas, before.step, before.model_state, kept, result, join)
+        return chosen(is_finite, after, before.model_state)
