@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from poprun.cli.launch_options import OPTIONS
+from poprun.cli.launch_options import OPTIONS, LaunchOptions
 from poprun.cli.options import WORDS_FOR_NO, WORDS_FOR_YES, Option, OptionKind
 from poprun.cli.settings import PARTITION_VARIABLE, LaunchSettings
 from poprun.cli.wording import count, name_nearest
@@ -211,8 +211,8 @@ def settings_from(line: CommandLine, environ: Mapping[str, str] = MappingProxyTy
     Raises:
         UsageError: The settings are impossible.
     """
-    given = (option.name for option in OPTIONS if option.name in line.values and not option.is_always_idle)
-    values: dict[str, object] = {name.replace("-", "_"): line.values[name] for name in given}
+    given = {name.replace("-", "_"): value for name, value in line.values.items()}
+    values: dict[str, object] = {name: given[name] for name in LaunchOptions.__annotations__ if name in given}
     _settle_spares(values)
     values.setdefault("num_replicas", values.get("num_instances", 1))
     if environ.get(PARTITION_VARIABLE):

@@ -306,7 +306,7 @@ ACCEPTED: tuple[Option, ...] = (
     ),
     Option("synchronise-poplar-sdk", BOOLEAN, "copy a Poplar SDK to the hosts", EXECUTION, without_effect=NO_SDK),
 )
-"""Options of the original, and of earlier versions, that have no effect here. They are accepted, and no field holds their values."""
+"""Options without effect, of the original or of earlier versions. They are accepted; no field holds their values."""
 
 OPTIONS: tuple[Option, ...] = (*options_of(LaunchOptions), *ACCEPTED)
 """The options of poprun; `--help` shows the options of each section in this order."""
