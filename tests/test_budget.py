@@ -42,7 +42,7 @@ BUDGET: dict[str, int] = {
     "poprun/output": 306,
     "poprun/supervisor": 2398,
     "poprun/trace": 1974,
-    "poprun/verify": 1538,
+    "poprun/verify": 1491,
     "strategies": 2129,
     "strategies/checkpoints": 909,
     "strategies/compat": 4215,

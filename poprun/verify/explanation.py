@@ -1,13 +1,13 @@
-"""The explanation of a difference: a repetition of the runs up to that step, and hints where to look."""
+"""The explanation of a difference: its place, its size by a repetition of the runs up to that step, and an advice."""
 
 from __future__ import annotations
 
+import os
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from popdist.records.recording import LOSS, OPTIMIZER, Question
+from popdist.records.recording import LOSS, OPTIMIZER
 from poprun.errors import PopRunError
 from poprun.verify.comparison import STEPS, Distance, RunDifference, are_same, distance, first_difference, first_inside
 from poprun.verify.records import (
@@ -24,10 +24,10 @@ from poprun.verify.records import (
 from poprun.verify.report import RunOutcome, describe_difference, describe_units
 from poprun.verify.running import Laboratory
 
-_MOST_QUESTIONS = 6
 _PARTLY = "IPUHorovodStrategy"
 _WHERE = {LOSS: ", in the loss function", OPTIMIZER: ", in the optimizer"}
 
+_FIRST_START = "the source of the first variables: a generator without a seed, a file, the time"
 _LOOK_AT = {
     START: "changes of the variables between two steps: by a callback, or from values of one instance only",
     BATCH: "the source of the batch: the order of a set or of a directory, a generator without a seed, a shuffle or "
@@ -37,7 +37,6 @@ _LOOK_AT = {
     "instance, np.random, a callback",
     STEPS: "the reason for the number of steps: the time, the length of an instance's own data, a callback",
 }
-_FIRST_START = "the source of the first variables: a generator without a seed, a file, the time"
 
 
 @dataclass(frozen=True)
@@ -64,9 +63,7 @@ def explain(laboratory: Laboratory, first: RunOutcome, outcome: RunOutcome, name
     distances, note = _measure(difference, repeated)
     sides = (names[1], names[1]) if difference.is_inside else names
     text = describe_difference(difference, sides, distances, note)
-    evidence = Evidence(_readable(one.record), _readable(outcome.record), repeated.is_same)
-    ways = "\n".join(f"  * {hint}" for hint in hints(difference, evidence))
-    return f"{text}\n{_repetition(repeated, names, difference)}What to look at:\n{ways}"
+    return f"{text}\nLook at {advice(difference, one.record, outcome.record, repeated.is_same)}"
 
 
 def _repeat(laboratory: Laboratory, one: RunOutcome, other: RunOutcome) -> Repeated:
@@ -85,18 +82,6 @@ def _repeat(laboratory: Laboratory, one: RunOutcome, other: RunOutcome) -> Repea
     was = [each.record for each in outcomes]
     is_same = all(are_same(mine, own, difference.place) for mine, own in zip(made, was, strict=True))
     return Repeated((made[0], made[-1]), is_same)
-
-
-def _repetition(repeated: Repeated, names: tuple[str, str], difference: RunDifference) -> str:
-    if repeated.is_same is None:
-        return ""
-    runs = names[1] if difference.is_inside else f"{names[0]} and {names[1]}"
-    if repeated.is_same:
-        return f"Repeated, {runs} did the same again: the difference depends on how the replicas are spread.\n"
-    return (
-        f"Repeated, {runs} did not do the same again. "
-        "So the spread of the replicas is at most one cause of the difference.\n"
-    )
 
 
 def _measure(difference: RunDifference, repeated: Repeated) -> tuple[list[tuple[str, Distance | str]], str]:
@@ -171,49 +156,32 @@ def _metric_distance(difference: RunDifference, one: Record, other: Record, name
     return describe_units(found.ulps if found is not None else None)
 
 
-def _readable(record: Record) -> Record:
-    """Return the record with the program's paths relative to the current directory."""
-    return replace(record, questions=tuple(_from_here(question) for question in record.questions))
+def advice(difference: RunDifference, one: Record, other: Record, is_repeatable: bool | None = None) -> str:
+    """Return what to look at: the most likely cause of a difference.
 
-
-def _from_here(question: Question) -> Question:
-    path = Path(question.file)
-    is_here = path.is_relative_to(Path.cwd())
-    return replace(question, file=str(path.relative_to(Path.cwd()))) if is_here else question
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """The circumstances of a difference; hints are derived from them.
-
-    Attributes:
+    Args:
+        difference: The difference.
         one: The record of the first run.
         other: The record of the second run; the same record if the instances of one run differ.
         is_repeatable: Whether repeated runs of the same spread were equal; None if not tried, or not comparable.
     """
-
-    one: Record
-    other: Record
-    is_repeatable: bool | None = None
-
-
-def hints(difference: RunDifference, evidence: Evidence) -> list[str]:
-    """Return hints where to look, the strongest first."""
-    return [
-        *_of_processes(evidence),
-        *_of_random(difference, evidence),
-        *_of_repetition(difference, evidence),
-        *_of_questions(difference, evidence),
-        _general(difference),
-    ]
-
-
-def _of_processes(evidence: Evidence) -> Iterator[str]:
-    processes = [*evidence.one.processes, *evidence.other.processes]
+    processes = [*one.processes, *other.processes]
     for name, values in differing_facts(processes):
-        yield f"{name} differs between instances: {' and '.join(repr(value) for value in values)}"
+        return f"the instances: {name} differs, {' and '.join(repr(value) for value in values)}"
     if any(process.strategy == _PARTLY for process in processes):
-        yield f"{_PARTLY} adds up in an order of its own and promises closeness, not bits; use PopDistStrategy"
+        return f"the strategy: {_PARTLY} adds up in an order of its own and promises closeness; use PopDistStrategy"
+    for name in _drawn_from(difference, one, other):
+        return f"{name}: its global generator was used, and its state differs; seed it, and draw equally often"
+    if is_repeatable is False:
+        return "a missing seed, the time, or the order of a set: the same spread gives different bits each time"
+    telling = {GRADIENTS: LOSS, UPDATE: OPTIMIZER}.get(difference.part)
+    asked = (*other.questions, *one.questions)
+    for question in sorted(asked, key=lambda question: question.where != telling):
+        place = f"{os.path.relpath(question.file)}:{question.line}{_WHERE.get(question.where, '')}"
+        return f"{question.what} at {place}: there the program asks which instance it is, or how many there are"
+    if difference.part == START and difference.place[1] == 0:
+        return _FIRST_START
+    return _LOOK_AT.get(difference.part, _LOOK_AT[UPDATE])
 
 
 def differing_facts(processes: Sequence[RecordedProcess]) -> list[tuple[str, list[str]]]:
@@ -227,40 +195,9 @@ def differing_facts(processes: Sequence[RecordedProcess]) -> list[tuple[str, lis
     return found
 
 
-def _of_random(difference: RunDifference, evidence: Evidence) -> Iterator[str]:
-    steps = [record.steps.get(difference.place) for record in (evidence.one, evidence.other)]
+def _drawn_from(difference: RunDifference, one: Record, other: Record) -> list[str]:
+    """Return the global generators whose states differ in the step of the difference."""
+    steps = [record.steps.get(difference.place) for record in (one, other)]
     used = [step.random if step is not None else {} for step in steps]
-    for name in used[0] if used[0].keys() == used[1].keys() else {**used[0], **used[1]}:
-        if len(used[0].get(name, set()) | used[1].get(name, set())) > 1:
-            yield (
-                f"{name}: the program has drawn from the global generator, whose state differs; seed it, "
-                "and draw equally often in every instance"
-            )
-
-
-def _of_repetition(difference: RunDifference, evidence: Evidence) -> Iterator[str]:
-    if evidence.is_repeatable is not False:
-        return
-    yield "the program gives different bits each time, even with the same spread: look for a missing seed, or the time"
-    is_random = any(process.hashes_randomly for process in (*evidence.one.processes, *evidence.other.processes))
-    if is_random and difference.part in (BATCH, START, STEPS):
-        yield (
-            "is it the order of a set of strings? It differs between processes of poprun verify and of other "
-            "launchers, and only poprun sets PYTHONHASHSEED=0; sort the items of a set"
-        )
-
-
-def _of_questions(difference: RunDifference, evidence: Evidence) -> Iterator[str]:
-    if evidence.is_repeatable is False:
-        return
-    asked = dict.fromkeys((*evidence.other.questions, *evidence.one.questions))
-    telling = {GRADIENTS: LOSS, UPDATE: OPTIMIZER}.get(difference.part)
-    for question in sorted(asked, key=lambda each: each.where != telling)[:_MOST_QUESTIONS]:
-        place = f"{question.file}:{question.line}{_WHERE.get(question.where, '')}"
-        yield f"the program asked which instance it is, or how many there are: {question.what} at {place}"
-
-
-def _general(difference: RunDifference) -> str:
-    if difference.part == START and difference.place[1] == 0:
-        return _FIRST_START
-    return _LOOK_AT.get(difference.part, _LOOK_AT[UPDATE])
+    names = used[0] if used[0].keys() == used[1].keys() else {**used[0], **used[1]}
+    return [name for name in names if len(used[0].get(name, set()) | used[1].get(name, set())) > 1]

@@ -44,7 +44,6 @@ class RecordedProcess:
         strategy: The class name of its strategy.
         host: Its host.
         facts: The facts that decide its bits besides the program, by name.
-        hashes_randomly: Whether the order of a set of strings differs between processes.
     """
 
     instance: int
@@ -53,7 +52,6 @@ class RecordedProcess:
     strategy: str
     host: str
     facts: Mapping[str, str]
-    hashes_randomly: bool = False
 
     @classmethod
     def of(cls, line: JsonObject) -> RecordedProcess:
@@ -69,7 +67,7 @@ class RecordedProcess:
             "program's SHA-256": line["program_sha256"] or "",
         }
         own = {name: line[name] for name in ("instance", "instances", "replicas", "strategy", "host")}
-        return cls(**own, facts=facts, hashes_randomly=line["hashes_randomly"])
+        return cls(**own, facts=facts)
 
 
 @dataclass

@@ -323,7 +323,6 @@ def what_decides_bits(exchange: ExchangeChoice = ON_CPUS) -> dict[str, object]:
             **{name: str(getattr(jax.config, name)) for name in DECIDE_BITS},
         },
         "program_sha256": _sha256_of(getattr(sys.modules.get("__main__"), "__file__", None)),
-        "hashes_randomly": bool(sys.flags.hash_randomization),
     }
 
 
