@@ -2,11 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from strategies.jax.programs.jaxpr import first_across_elements, operations
 
 X = jnp.ones((3, 4))
+PLACES = np.arange(12, dtype=np.float32).reshape(3, 4)
 
 
 def first(function, *arguments):
@@ -21,6 +23,7 @@ def first(function, *arguments):
         lambda x: jax.jit(jnp.tanh)(x) / jnp.float32(3),
         lambda x: jax.lax.fori_loop(0, 3, lambda _, y: y * 2, x),
         lambda x: jax.lax.reduce_precision(x, 8, 7),
+        lambda x: jax.lax.map(lambda row: 2 * row, x),
     ],
 )
 def test_functions_of_single_elements_are_recognised(function):
@@ -40,6 +43,11 @@ def test_functions_of_single_elements_are_recognised(function):
         (lambda x: x.at[0].multiply(2), "scatter-mul of float32[3,4]"),
         (lambda x: x * jnp.arange(4.0), "iota, which depends on the places of elements"),
         (lambda x: x + jax.random.normal(jax.random.key(0), x.shape), "which depends on the places of elements"),
+        (lambda x: jax.pure_callback(np.sort, x, x), "pure_callback of float32[3,4]"),
+        (lambda x: jax.lax.pad(x, 0.0, ((1, -1, 0), (0, 0, 0))), "pad of float32[3,4]"),
+        (lambda x: jax.lax.scan(lambda y, row: (y + row,) * 2, jnp.zeros(4), x)[1], "scan of float32[3,4]"),
+        (lambda x: x * PLACES, "an array of constants"),
+        (lambda x: jax.jit(lambda y: y * PLACES)(x), "an array of constants"),
     ],
 )
 def test_operations_across_elements_are_named_even_inside_loops_and_calls(function, found):

@@ -117,13 +117,11 @@ class MemoryPlan:
         return {**asdict(self), "held_bytes": self.held_bytes, "temporary_bytes": self.temporary_bytes}
 
     def __str__(self) -> str:
+        held = [[each.what, bytes_text(each.nbytes), each.where, each.note] for each in self.held]
         blocks = [
             f"Instance {self.instance}, {_counted(self.local_replicas, 'replica')}: holds "
             f"{bytes_text(self.held_bytes)}, and up to {bytes_text(self.temporary_bytes)} more while it computes",
-            _table(
-                ["held", "", "where", ""],
-                [[each.what, bytes_text(each.nbytes), each.where, each.note] for each in self.held],
-            ),
+            _table(["held", "", "where", ""], held),
         ]
         if self.kept:
             rows = [[str(each.stage), str(each.micro_batches), bytes_text(each.nbytes)] for each in self.kept]

@@ -119,10 +119,8 @@ def body_of_call(equation: Equation, is_derived: bool = False) -> core.ClosedJax
         is_derived: Whether the program will not be differentiated any more. Otherwise functions with custom
             derivatives, and functions under `jax.checkpoint`, do not count as calls.
     """
-    is_call = equation.primitive.name in _CALLS
-    if is_derived:
-        is_call |= equation.primitive.name in _CALLS_WITH_RULES or is_checkpoint(equation)
-    if not is_call:
+    calls = _CALLS | _CALLS_WITH_RULES if is_derived else _CALLS
+    if equation.primitive.name not in calls and not (is_derived and is_checkpoint(equation)):
         return None
     body = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
     return body if isinstance(body, core.ClosedJaxpr) else core.ClosedJaxpr(body, ())
@@ -422,10 +420,9 @@ _SUMS = frozenset({"add", "add_any", "scatter-add"})
 _ACROSS = frozenset(
     {
         "argmax", "argmin", "cholesky", "concatenate", "conv_general_dilated", "cumlogsumexp", "cummax", "cummin",
-        "cumprod", "cumsum", "dot_general", "eig", "eigh", "fft", "gather", "householder_product", "lu", "qr",
-        "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reduce_xor",
-        "reduce_window_max", "reduce_window_sum", "rev", "scatter", "scatter-add", "sort", "svd", "top_k",
-        "transpose", "triangular_solve", "dynamic_slice", "dynamic_update_slice",
+        "cumprod", "cumsum", "dot_general", "eig", "eigh", "ffi_call", "fft", "gather", "householder_product",
+        "io_callback", "lu", "pad", "pure_callback", "qr", "rev", "scatter", "scatter-add", "sort", "svd", "top_k",
+        "transpose", "triangular_solve", "tridiagonal_solve", "dynamic_slice", "dynamic_update_slice",
     }
 )  # fmt: skip
 
@@ -488,12 +485,15 @@ def first_across_elements(closed: core.ClosedJaxpr) -> str | None:
     Returns:
         Text such as "reduce_sum of float32[784,1024]"; None if there is no such operation.
     """
-    for equation in every_equation(closed.jaxpr):
+    equations = list(every_equation(closed.jaxpr))
+    programs = [closed, *(equation.params.get("jaxpr") for equation in equations)]
+    if any(np.size(constant) > 1 for program in programs for constant in getattr(program, "consts", ())):
+        return "an array of constants, whose elements belong to places"
+    for equation in equations:
         name = equation.primitive.name
         operands = [atom.aval for atom in equation.invars if getattr(atom.aval, "size", 0) > 1]
         sizes = {getattr(out.aval, "size", 0) for out in equation.outvars}
-        made = max(sizes, default=0)
-        if name in _BY_PLACE or name.startswith("rng_") or (name == "iota" and made > 1):
+        if name in _BY_PLACE or name.startswith("rng_") or (name == "iota" and max(sizes) > 1):
             return f"{name}, which depends on the places of elements"
         if operands and (name in _ACROSS or name.startswith("reduce_") and name != "reduce_precision"):
             return f"{name} of {operands[0].str_short()}"
@@ -510,7 +510,9 @@ def operations(closed: core.ClosedJaxpr) -> list[tuple[str, ...]]:
 
 def _is_looked_into(equation: Equation) -> bool:
     """Return whether the programs in an equation show everything that it does with elements."""
-    return equation.primitive.name in _LOOPS_AND_BRANCHES or body_of_call(equation, is_derived=True) is not None
+    name, given = equation.primitive.name, equation.params
+    takes_rows = name == "scan" and len(equation.invars) > given["num_consts"] + given["num_carry"]
+    return not takes_rows and (name in _LOOPS_AND_BRANCHES or body_of_call(equation, is_derived=True) is not None)
 
 
 def _numbers(equation: Equation) -> Iterator[str]:
