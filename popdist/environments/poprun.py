@@ -114,16 +114,13 @@ def _one_of_many(replicas: _Replicas, process: LaunchedProcess, environ: Mapping
         and (process.rank >= count) == (environ.get(SPARE_VARIABLE) == "1")
     )
     if not agree:
+        of_spares = (name for name in (NUM_SPARES_VARIABLE, SPARE_VARIABLE) if name in environ)
         raise EnvironmentMismatchError(
             "the variables of poprun and of Open MPI contradict each other: "
-            f"{quote(environ, (*VARIABLES, *_spare_variables(environ), *OPEN_MPI_VARIABLES))}; start the program with "
+            f"{quote(environ, (*VARIABLES, *of_spares, *OPEN_MPI_VARIABLES))}; start the program with "
             "poprun"
         )
     return _instance(replicas, index, count)
-
-
-def _spare_variables(environ: Mapping[str, str]) -> list[str]:
-    return [name for name in (NUM_SPARES_VARIABLE, SPARE_VARIABLE) if name in environ]
 
 
 def _alone(replicas: _Replicas, environ: Mapping[str, str]) -> Instance:

@@ -134,10 +134,6 @@ def due_faults(environ: Mapping[str, str], instance: int) -> list[Fault]:
     return [fault for fault in faults if (fault.attempt, fault.instance) == (attempt, instance)]
 
 
-def _nobody() -> bool:
-    return False
-
-
 @final
 class FaultInjector:
     """An instrument that makes faults happen when their phase and step come.
@@ -150,7 +146,7 @@ class FaultInjector:
         is_armed: Whether there were any faults at the beginning.
     """
 
-    def __init__(self, faults: Sequence[Fault] = (), cut_off: Callable[[], bool] = _nobody) -> None:
+    def __init__(self, faults: Sequence[Fault] = (), cut_off: Callable[[], bool] = lambda: False) -> None:
         self.is_armed = bool(faults)
         self._faults = list(faults)
         self._cut_off = cut_off

@@ -105,7 +105,8 @@ class JobSupervisor:
                     self._tell(ResizeAsked(asker, request))
                 self._tell(self._tick(time.monotonic()))
                 self._show_status()
-                self._show_viewers()
+                now_s = time.monotonic()
+                self._viewers.push(now_s, partial(self._look, now_s), self.machine.losses)
         finally:
             self._reception.close()
         for number in heeded(INTERRUPTS):  # from here on, only a slow reader can delay poprun
@@ -261,10 +262,6 @@ class JobSupervisor:
         hosts = len(set(self._output.style.hosts))
         text = status_text(self.machine.facts, hosts, time.monotonic() - self._started.began_s) if is_wanted else ""
         self._output.show_status(text)
-
-    def _show_viewers(self) -> None:
-        now_s = time.monotonic()
-        self._viewers.push(now_s, lambda: self._look(now_s), self.machine.losses)
 
     def _look(self, now_s: float) -> tuple[Seen, ...]:
         shows_replicas = self._across.spares > 0 or len(self.machine.carriers) > 1
