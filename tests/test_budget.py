@@ -49,7 +49,7 @@ BUDGET: dict[str, int] = {
     "strategies/core": 1816,
     "strategies/data": 1374,
     "strategies/exchange": 1033,
-    "strategies/jax": 8423,
+    "strategies/jax": 8415,
     "strategies/keras": 2886,
     "strategies/measure": 269,
     "strategies/pipelines": 2046,

@@ -163,9 +163,10 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         self._replicas = replicas
         self._programs = programs
         self._options = options
-        is_plain = options.may_fuse and not has_own(options.model_state_aggregation)
         self._is_recorded = is_recorded
-        self._is_fused = replicas.num_replicas_in_sync == 1 and is_plain  # if it has no weights and calls no Python
+        is_whole = options.pipeline is None and not has_own(options.model_state_aggregation)
+        is_always_applied = options.scaling is None and not options.check_numerics  # if losses have no weights
+        self._is_fused = replicas.num_replicas_in_sync == 1 and is_whole and is_always_applied
         self.may_fuse = self._is_fused and not (replicas.faults.is_armed or is_recorded or replicas.journal.is_kept)
         self.variable_names: Sequence[str] | None = None
         self._known_names: tuple[object, tuple[str, ...]] | None = None  # and what they were made of

@@ -126,17 +126,6 @@ class StepOptions(CommonOptions):
         return super().unrecoverable_part or ("model state of single replicas" if has_own_model_state else None)
 
     @property
-    def needs_host(self) -> str | None:
-        """The option that sends gradients through the host, in words; None if they may stay on the device."""
-        return None if self.pipeline is None else "replicas are pipelines"
-
-    @property
-    def may_fuse(self) -> bool:
-        """Whether a step, or several, may be one program."""
-        is_plain = self.scaling is None and self.pipeline is None
-        return is_plain and not self.check_numerics
-
-    @property
     @override
     def own_terms(self) -> Mapping[str, object]:
         return {

@@ -439,7 +439,7 @@ class StepPrograms:
         """
         if not self._is_on_device:
             return None
-        plan, reason = None, self._options.needs_host
+        plan, reason = None, None if self._options.pipeline is None else "replicas are pipelines"
         if reason is None:
             plan = self._in_one_program(program, shapes, is_on_device=True)
             plan.equations()  # tracing shows which effects the loss function has

@@ -49,7 +49,7 @@ IN_DEVICE_STEPS = (
     Fault(
         name="gradients of pipelines stay on the device",
         path="strategies/jax/preparation.py",
-        old="plan, reason = None, self._options.needs_host",
+        old='plan, reason = None, None if self._options.pipeline is None else "replicas are pipelines"',
         new="plan, reason = None, None",
         caught_by=f"{_STEPS}::test_a_forced_device_refuses_options_that_need_the_host",
     ),

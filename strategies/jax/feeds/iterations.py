@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from strategies.jax.feeds.infeed import InfeedQueue
-from strategies.jax.programs.feed_program import CHUNK, Enqueued, FeedProgram, calls_host
+from strategies.jax.programs.feed_program import CHUNK, Enqueued, FeedProgram
 from strategies.typing import Number, Tree
 
 HOLD_S = 0.05
@@ -66,7 +66,7 @@ class Iteration:
             with program.collecting(collects) as found:
                 fresh = functools.partial(flat_body)  # a new object, because JAX caches traces by function
                 body = jax.make_jaxpr(fresh)(program.token, jnp.int32(0), *element, *leaves)
-            if not found or not calls_host(body):
+            if not found or not body.effects:  # of calls into Python, by `call_host` or by JAX's own functions
                 break
             program.outfeeds = set(enqueued_before)
         collected = [Enqueued(one.put, [jax.typeof(array) for array in one.arrays]) for one in found]

@@ -94,11 +94,6 @@ batching.primitive_batchers[_call] = _batch
 mlir.register_lowering(_call, lambda context, *operands, call, results: lower_call(context, call, operands))
 
 
-def calls_host(jaxpr: jax.extend.core.ClosedJaxpr) -> bool:
-    """Return whether a traced function calls into Python with effects, by `call_host` or by JAX's own functions."""
-    return bool(jaxpr.effects)
-
-
 @functools.cache
 def effects_of_calls() -> frozenset[object]:
     """Return the effects of an equation for a call of Python; JAX accepts it inside of `jax.checkpoint`.
