@@ -9,7 +9,7 @@ import struct
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from operator import methodcaller
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.random import mtrand
 
 import strategies.trees as trees
+from strategies.errors import StrategyError
 from strategies.typing import Data, Element, Tree
 
 _WORD = 2**32  # NumPy's global generator takes seeds of 32 bits
@@ -186,13 +187,13 @@ class SeededElements:
         source: The data set.
         seed: The seed.
         epoch: The number of the epoch.
-        watch: The watch that sees whether elements draw. If it has seen draws from the beginning, elements are read
-            once only.
+        watch: The watch that sees whether elements draw.
+        reads_twice: Whether to read elements twice, and to refuse those that differ.
     """
 
-    def __init__(self, source: Data, seed: int, epoch: int, watch: DrawWatch) -> None:
+    def __init__(self, source: Data, seed: int, epoch: int, watch: DrawWatch, reads_twice: bool) -> None:
         self._source, self._seed, self._epoch, self._watch = source, seed, epoch, watch
-        self._reads_twice = not watch.has_seen
+        self._reads_twice = reads_twice
 
     def __len__(self) -> int:
         return len(self._source)
@@ -200,7 +201,7 @@ class SeededElements:
     def __getitem__(self, index: int) -> Element:
         element = self._read(index)
         if self._reads_twice and _bits(element) != _bits(self._read(index)):
-            raise ValueError(
+            raise StrategyError(
                 f"element {index} of the data set is different when it is read again, so a training would depend on "
                 "the instance that reads it; compute its random numbers from its number, as with "
                 f"np.random.default_rng([seed, {index}]), or draw from np.random, which is seeded for each element"
@@ -215,20 +216,24 @@ class SeededElements:
 
 
 @contextmanager
-def seeded(source: Data, seed: int, epoch: int, watch: DrawWatch | None = None) -> Iterator[SeededElements]:
-    """Provide the `SeededElements` of an epoch inside the block, and restore the global generators afterwards.
-
-    With a watch, elements are read twice, so that one that draws from a generator of its own is refused.
-    """
+def seeded(
+    source: Data, seed: int, epoch: int, watch: DrawWatch | None = None, reads_twice: bool = False
+) -> Iterator[SeededElements]:
+    """Provide the `SeededElements` of an epoch inside the block, and restore the global generators afterwards."""
     watch = watch or DrawWatch(has_seen=True)
     with kept_generators():
-        yield SeededElements(source, seed, epoch, watch)
+        yield SeededElements(source, seed, epoch, watch, reads_twice)
         watch.look()
 
 
 def _bits(element: Element) -> list[bytes]:
-    """Return the bits of the numbers in an element."""
-    return [array.tobytes() for array in map(np.asarray, trees.leaves(element)) if array.dtype != object]
+    """Return the bits of the numbers in an element, of those that NumPy can read."""
+    found = []
+    for leaf in trees.leaves(element):
+        with suppress(TypeError):  # a tensor of PyTorch in bfloat16
+            array = np.asarray(leaf)
+            found += [array.tobytes()] if array.dtype != object else []
+    return found
 
 
 def _states() -> tuple[object, ...]:

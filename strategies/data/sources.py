@@ -184,9 +184,14 @@ class Steps:
 
         Args:
             number: The number of the step.
-            watch: A watch that sees whether random numbers are drawn; None if nobody asks.
+            watch: A watch that sees whether random numbers are drawn; None if nobody asks. With a watch, and several
+                replicas, elements are read twice.
+
+        Raises:
+            StrategyError: If an element is different when it is read again.
         """
-        with seeded(self._source, self._seed, number // self.per_epoch, watch) as elements:
+        reads_twice = watch is not None and self._layout.total_replicas > 1
+        with seeded(self._source, self._seed, number // self.per_epoch, watch, reads_twice) as elements:
             return self._read_from(elements, number)
 
     def _read_from(self, source: Data, number: int) -> Batch:

@@ -26,14 +26,10 @@ from strategies.data.datasets import DistributedDataset
 from strategies.data.layout import Layout, epoch_order
 from strategies.data.randomness import DrawWatch, kept_generators, seed_for, seeded
 from strategies.data.sources import DataSource, Masked, SourceFactory, length_of
-from strategies.errors import StrategyError
-from strategies.jax.comparing.agreement import fingerprint
 from strategies.keras.patches import ArrayDataAdapter, DataAdapter, can_convert_arrays, get_data_adapter
 from strategies.strategy import Strategy
 from strategies.trees import rows_of
 from strategies.typing import Batch, Data, Number, Tree
-
-Read = Callable[[int], Batch]
 
 
 @final
@@ -49,7 +45,7 @@ class NumberedBatches(SourceFactory):
         count: Number of batches; None if they have no end.
     """
 
-    read: Read
+    read: Callable[[int], Batch]
     count: int | None
 
     def __getitem__(self, number: int) -> Batch:
@@ -155,29 +151,13 @@ class _Numbered(DataSource):
             if step > start and not self.draws:
                 read = [self._given[number] for number in own]
             else:
-                watch = DrawWatch(has_seen=step > start)
-                with seeded(self._given, self._seed, epoch, watch) as batches:
+                watch, reads_twice = DrawWatch(has_seen=step > start), step == start and self._layout.total_replicas > 1
+                with seeded(self._given, self._seed, epoch, watch, reads_twice) as batches:
                     read = [batches[number] for number in own]
-                    if step == start and self._layout.total_replicas > 1:
-                        _check_same(own[0], read[0], batches[own[0]])
                 self.draws |= watch.has_seen
             batch = sharding.shard_full_step(read) if is_full else sharding.shard(read)
             if batch is not None:
                 yield batch
-
-
-def _check_same(number: int, batch: Batch, again: Batch) -> None:
-    """Refuse batches that depend on what was read before: that differs between numbers of instances.
-
-    Raises:
-        StrategyError: If a batch that is read again has other bits.
-    """
-    if fingerprint(again) != fingerprint(batch):
-        raise StrategyError(
-            f"batch {number} has other values if it is read again: it depends on what this instance has read before; "
-            "compute a batch from its number alone, and draw from NumPy's global generator, which is seeded for each "
-            "batch, or from np.random.default_rng((seed, number))"
-        )
 
 
 @final

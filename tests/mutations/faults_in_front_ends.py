@@ -31,8 +31,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="batches of a PyDataset may depend on what was read before",
         path="strategies/keras/data.py",
-        old="if step == start and self._layout.total_replicas > 1:",
-        new="if step < start and self._layout.total_replicas > 1:",
+        old="step == start and self._layout.total_replicas > 1\n",
+        new="False\n",
         caught_by="tests/strategies/keras_models/test_keras_data.py::test_batches_that_depend_on_earlier_reads_are_refused",
     ),
     Fault(

@@ -10,6 +10,7 @@ import pytest
 from strategies.data.datasets import DistributedDataset
 from strategies.data.layout import Layout, epoch_order
 from strategies.data.sources import RandomAccessSource, Steps, read_elements
+from strategies.errors import StrategyError
 
 
 class Numbers:
@@ -108,6 +109,12 @@ def test_an_epoch_can_be_read_from_any_step():
 @pytest.mark.parametrize("local", [range(4), [2, 3]])
 def test_an_element_that_differs_when_it_is_read_again_is_refused(change, is_refused, local):
     dataset = DistributedDataset(Numbers(change()), batch_size=1, total_replicas=4, local_replicas=local)
-    refused = pytest.raises(ValueError, match="of the data set is different when it is read again")
+    refused = pytest.raises(StrategyError, match="of the data set is different when it is read again")
     with refused if is_refused else nullcontext():
         assert len(list(dataset.epoch(0))) == 2
+
+
+@pytest.mark.parametrize("change", [drawn, counted])
+def test_elements_that_a_single_replica_reads_may_depend_on_earlier_reads(change):
+    dataset = DistributedDataset(Numbers(change()), batch_size=1, total_replicas=1, local_replicas=range(1))
+    assert len(list(dataset.epoch(0))) == 8
