@@ -212,6 +212,20 @@ def test_small_variables_stay_whole(strategy):
     assert shapes == {(33,), (5,), (), (4 * 58, 1), (4 * 42, 1)}
 
 
+def test_instances_may_have_parts_of_one_element(on_instances):
+    """A batch of another shape lets instances agree again, when their parts differ already."""
+
+    def program(strategy):
+        options = {"min_elements_for_sharding": 1, **SHARDED}
+        trainer = Trainer(strategy, lambda tree, x, key: (x @ tree["w"]).mean(), optax.adam(0.1), **options)
+        state = trainer.init({"w": np.zeros(4, np.float32)})
+        for rows in (1, 2):
+            state, _ = trainer.step(state, np.tile(np.arange(4, dtype=np.float32), (rows, 1)))
+        return strategies.fingerprint(state.variables)
+
+    assert len(set(on_instances(4, 4, program))) == 1
+
+
 ACROSS_ELEMENTS = {
     "norm": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
     "lamb": optax.lamb(0.01),

@@ -128,9 +128,12 @@ def lines_of(closed: core.ClosedJaxpr) -> list[str]:
 
 
 def scalars_by_name(tree: Tree) -> dict[str, str]:
-    """Return the values of all scalars of a tree, by their paths; without random keys."""
+    """Return the values of all scalars of a tree, by their paths; without random keys.
+
+    An array of one element is no scalar: with sharded state it may be a part, which differs between instances.
+    """
     leaves = [(path, leaf) for path, leaf in trees.leaves_with_path(tree) if not is_key(leaf)]
-    return {trees.keystr(path): text_of_array(leaf) for path, leaf in leaves if np.size(leaf) == 1}
+    return {trees.keystr(path): text_of_array(leaf) for path, leaf in leaves if np.ndim(leaf) == 0}
 
 
 class _Writer:
