@@ -238,7 +238,7 @@ def _flags(model: keras.Model) -> dict[str, str]:
 
 
 def _of_optimizer(model: keras.Model) -> dict[str, str]:
-    if model.optimizer is None:
+    if getattr(model, "optimizer", None) is None:  # a model that is not compiled has none
         return {"optimizer": "None"}
     values = tree.flatten_with_path(model.optimizer.get_config())
     settings = {" ".join(map(str, ("optimizer", *path))): _text(one) for path, one in values if path[-1] not in _OWN}

@@ -449,10 +449,14 @@ class OwnTrainFunction(TrainFunction):
         def after(leaves: Values, batch: Batch, mean: Mean = lambda gradients: gradients) -> list[Array]:
             logs, new = self._step(split(leaves), batch, mean)
             self._order = tuple(logs)
-            self._names = tuple(name for name in logs if name not in results_of(self.model, new[METRICS]))
             return jax.tree.leaves(new)
 
         changed, adds = map(split, looks(after, old, batch))
+        results, metrics = partial(results_of, self.model), parts[METRICS]
+        names = sorted(jax.eval_shape(results, metrics))
+        are_updated = depends_on(lambda values: jax.tree.leaves(results(values)), metrics, changed[METRICS])
+        updated = {name for name, is_updated in zip(names, are_updated, strict=True) if is_updated}
+        self._names = tuple(name for name in self._order or () if name not in updated)
         flags = self._seeds.flags
         none = {part: [False] * len(parts[part]) for part in _PARTS}
         own = jax.tree.leaves({**none, VARIABLES: flags, METRICS: [True] * len(parts[METRICS])})
@@ -460,12 +464,11 @@ class OwnTrainFunction(TrainFunction):
         depends = split(depends_on(without_gradients, old, own, batch))
         self._check_changes_averaged(depends)
         reductions = reductions_of(self.model.non_trainable_variables, flags, changed[VARIABLES])
-        is_own = zip(reductions, depends[VARIABLES], strict=True)
+        pairs = zip(reductions, depends[VARIABLES], strict=True)
+        agreed = [reduction if is_of_rows or reduction == CONSTANT else ALIKE for reduction, is_of_rows in pairs]
         return {
             TRAINED: [ALIKE if is_changed else CONSTANT for is_changed in changed[TRAINED]],
-            VARIABLES: [
-                reduction if is_of_rows or reduction == CONSTANT else ALIKE for reduction, is_of_rows in is_own
-            ],
+            VARIABLES: agreed,
             OPTIMIZER: [ALIKE if is_changed else CONSTANT for is_changed in changed[OPTIMIZER]],
             METRICS: reductions_of_metrics(self.model.metrics_variables, changed[METRICS], adds[METRICS]),
         }
@@ -493,17 +496,14 @@ def _flat(logs: Mapping[str, Number]) -> Logs:
 
 def _is_placed(leaf: Array) -> bool:
     """Return whether programs take the array where it is, as they do arrays of the host."""
-    if isinstance(leaf, jax.Array):
-        return bool(leaf.committed)
-    return isinstance(leaf, np.ndarray | np.generic)
+    return bool(leaf.committed) if isinstance(leaf, jax.Array) else isinstance(leaf, np.ndarray | np.generic)
 
 
 def _may_be_used_up(state: TrainState) -> bool:
     """Return whether a step may reuse the memory of a state: each array has its own memory."""
     leaves = jax.tree.leaves((state.variables, state.optimizer_state))
-    if not all(isinstance(leaf, jax.Array) for leaf in leaves):
-        return False
-    return len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+    are_arrays = all(isinstance(leaf, jax.Array) for leaf in leaves)
+    return are_arrays and len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
 
 
 # ---- test and predict

@@ -105,6 +105,15 @@ def test_all_sources_are_evaluated_and_predicted_once(in_scopes, source):
         np.testing.assert_allclose(predicted, stock.predict(X, verbose=0), atol=1e-6)
 
 
+def test_a_model_that_is_not_compiled_predicts_on_several_instances(in_scopes):
+    def program(strategy):
+        layer = keras.layers.Dense(1, kernel_initializer="ones")
+        return keras.Sequential([keras.Input((6,)), layer]).predict(X[:7], verbose=0)
+
+    [whole], parts = in_scopes(1, program), in_scopes(2, program)
+    assert all(np.array_equal(part, whole) for part in parts)
+
+
 def test_an_instance_reads_only_its_own_batches_of_an_indexed_source(in_scopes):
     def program(strategy):
         data = Numbered()

@@ -129,6 +129,27 @@ def autoencoder():
     return model, (X[:48],)
 
 
+class WithoutMetrics(keras.Sequential):
+    """A model whose step returns a loss under the name of Keras's own metric, which it does not update."""
+
+    def train_step(self, state, data):
+        trainable, non_trainable, of_optimizer, metrics = state
+
+        def loss_of(trainable):
+            made, _ = self.stateless_call(trainable, non_trainable, data[0])
+            return ops.mean((made - data[1]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(trainable)
+        trainable, of_optimizer = self.optimizer.stateless_apply(of_optimizer, grads, trainable)
+        return {"loss": loss, "root": ops.sqrt(loss)}, (trainable, non_trainable, of_optimizer, metrics)
+
+
+def without_metrics():
+    model = WithoutMetrics([keras.Input((6,)), layers.Dense(1, kernel_initializer="ones")])
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    return model, (X[:48], TARGETS[:48])
+
+
 def adversaries():
     return Adversaries(), (X[:48], TARGETS[:48])
 
@@ -139,7 +160,7 @@ def trained(make):
     return history, bits_of(model)
 
 
-MODELS = (of_the_guide, autoencoder, adversaries)
+MODELS = (of_the_guide, autoencoder, adversaries, without_metrics)
 
 
 @pytest.mark.parametrize("make", MODELS)
